@@ -172,7 +172,7 @@ class HSTU(nn.Module):
     most events of a history) for all batches.
 
     Sequences are padded to the longest history of the samples that go through the layers together, a group by length
-    (`embershard/extras/length_groups.py`); what stands behind a history's end is never seen.
+    (`embershard/extras/length_groups/`); what stands behind a history's end is never seen.
 
     Args:
         num_features: Q, features of an event.

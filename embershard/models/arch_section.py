@@ -40,9 +40,11 @@ class ArchSection(ABC):
         """Return the most samples, of so many tokens each, that go through the layers together."""
 
     @abstractmethod
-    def sample_cost(self, num_features: int, dim: int, num_contexts: int, batch_size: int) -> tuple[float, float]:
-        """Return operations of forward and backward, and numbers kept for the backward, of a sample with a full
-        history and so many other features."""
+    def sample_cost(
+        self, num_features: int, dim: int, num_contexts: int, batch_size: int, num_events: int | None = None
+    ) -> tuple[float, float]:
+        """Return operations of forward and backward, and numbers kept for the backward, of a sample with so many events
+        (default: a full history) and other features."""
 
     @abstractmethod
     def token_costs(self, num_features: int, dim: int) -> tuple[int, int]:

@@ -171,5 +171,5 @@ def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.de
             network = make(*counts, sizes, over, **(own if config.arch == "din" else {}))
             costs, at_once = (sum(each.numel() for each in network.event_layers.parameters()), 0), None
         add_dropout(network.over, config.dropout)
-        runs = partial(named("embershard.extras.length_groups:run_in_groups"), costs=costs, at_once=at_once)
+        runs = partial(named("embershard.extras.length_groups.groups:run_in_groups"), costs=costs, at_once=at_once)
         return WithLoss(HistoryModel(embeddings, network, runs), schema.target, config.label_weighting)

@@ -91,7 +91,9 @@ class HstuConfig(ArchSection):
         layer = maps + biases + 2 * dim + 2 * self.token_width(1)
         return mlp_parameters(num_features * dim, dim) + self.num_layers * layer + 2 * dim
 
-    def sample_cost(self, num_features: int, dim: int, num_contexts: int, batch_size: int) -> tuple[float, float]:
+    def sample_cost(
+        self, num_features: int, dim: int, num_contexts: int, batch_size: int, num_events: int | None = None
+    ) -> tuple[float, float]:
         """Count the layers alone. A layer keeps three numbers of each two tokens and head. Of a batch that goes through
         the layers in groups, one group is kept at a time, and of the others what goes into them; a group's forward is
         then computed twice.
@@ -99,8 +101,9 @@ class HstuConfig(ArchSection):
         >>> HstuConfig().sample_cost(num_features=1, dim=16, num_contexts=1, batch_size=1)
         (62611968.0, 996912.0)
         """
-        tokens, width = self.max_events + num_contexts + 1, self.token_width(1)
-        events = (self.max_events + 1) * num_features * dim**2
+        own = 1 + (self.max_events if num_events is None else num_events)
+        tokens, width = own + num_contexts, self.token_width(1)
+        events = own * num_features * dim**2
         layers = self.num_layers * tokens * (7 * width * dim + 2 * tokens * width)
         kept = self.num_layers * tokens * (2 * dim + 11 * width + 3 * self.num_heads * tokens)
         at_once = self.samples_at_once(tokens)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +37,18 @@ _MOST_REPLAYED_STEPS = 4000  # over all pools of a plan
 _NONE = np.empty(0, np.int64)
 
 
+class DrawnLayers(NamedTuple):
+    """Operations of a sample in the dense layers and bytes that it keeps, by the lengths of the data's histories, of
+    the rank that all wait for; and a sentence on it."""
+
+    flops: float
+    kept_bytes: float
+    note: str
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model, its data and its run.
+    """A model, its data and its run. `drawn`: times of its dense layers, in place of the model's sizes.
 
     Raises:
         ShardingError: the profile does not know a table, or knows it with another number of rows.
@@ -47,6 +57,7 @@ class Workload:
     model: ModelSize
     data: DataStatistics
     shape: RunShape
+    drawn: DrawnLayers | None = None
 
     def __post_init__(self) -> None:
         for size in self.model.tables:
@@ -272,6 +283,9 @@ class Workload:
     def layers_work(self, rates: Rates) -> StepWork:
         """Return the work of a rank's dense layers for its samples."""
         shape, model = self.shape, self.model
+        if self.drawn is not None:
+            flops, kept_bytes, _ = self.drawn
+            model = replace(model, dense_flops_per_sample=flops, activation_bytes_per_sample=kept_bytes)
         if shape.device == "cuda":
             return dense_work(model, shape.batch_size, shape.activation_bytes, rates)
         return StepWork(

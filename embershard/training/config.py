@@ -468,5 +468,7 @@ class RunConfig:
         }
         for arch, section in self.model.sections.items():
             found |= {f"model.{arch}.{name}": value for name, value in section.without_dropout().items()}
+        if self.model.section is not None:  # how long its slowest rank takes
+            found |= {f"data.{name}": getattr(self.data, name) for name in ("deal", "deal_cost", "deal_ranks")}
         found["train.batch_size"] = self.train.rank_batch_size(world_size)
         return {**found, "cache.policy": self.cache.policy or "lookahead", "train.device": device}

@@ -10,7 +10,7 @@ from unittest import mock
 from embershard.cache import CacheConfig
 from embershard.data import StreamState
 from embershard.data.config import SyntheticConfig
-from embershard.extras import length_groups
+from embershard.extras.length_groups.sizes import MOST_PADDING
 from embershard.extras.verify.comparison import Equivalence
 from embershard.extras.verify.equivalence import compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
@@ -62,7 +62,7 @@ def verdict(config: RunConfig) -> Equivalence:
 
 def verdict_in_groups(config: RunConfig) -> Equivalence:
     """The same, with a group for each length of history."""
-    with mock.patch.dict(length_groups.MOST_PADDING, cpu=0):
+    with mock.patch.dict(MOST_PADDING, cpu=0):
         return verdict(config)
 
 

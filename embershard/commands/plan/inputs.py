@@ -11,6 +11,7 @@ from embershard.data import schema_of
 from embershard.errors import ConfigError
 from embershard.frequency import DataStatistics
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.lazy_names import named
 from embershard.models.config import WITH_TOWERS
 from embershard.planning.request import Budget
 from embershard.planning.workload import Workload
@@ -70,7 +71,10 @@ def make_workload(
         home=home_sizes(config.cache),
     )
     rows = {name: table.num_rows for name, table in data.tables.items()}
-    return Workload(model_size(config, rows) if model is None else model, data, shape)
+    drawn = None
+    if config.model.section is not None:
+        drawn = named("embershard.extras.length_groups.drawn:drawn_layers")(config, data, shape)
+    return Workload(model_size(config, rows) if model is None else model, data, shape, drawn)
 
 
 def replay_settings(

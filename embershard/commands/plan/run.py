@@ -23,6 +23,7 @@ from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.many_ranks import plan_with_care
 from embershard.planning.request import PlanRequest
 from embershard.planning.uncertainty import PlannedCase, uncertainty
+from embershard.planning.workload import Workload
 from embershard.settings.files import load_config
 from embershard.sharding.sizes import ModelSize
 from embershard.training.config import RunConfig
@@ -90,24 +91,25 @@ class Setup:
             most_ranks_per_node=arguments.ranks_per_node or most_ranks,
             settings=config.predicted_from(topology.device, num_ranks),
             made_from={**{name: str(getattr(arguments, name)) for name in files}, "command": self.command},
-            notes=self._notes(topology, num_ranks, device_bytes, workload.model),
+            notes=self._notes(topology, device_bytes, workload),
             on_ranks=lambda other: self.request(other, ratio),
             topology=topology,
             effort=arguments.effort,
         )
 
-    def _notes(self, topology: Topology, num_ranks: int, device_bytes: int | None, model: ModelSize) -> list[str]:
+    def _notes(self, topology: Topology, device_bytes: int | None, workload: Workload) -> list[str]:
         config = self.config
         in_file = config.cache.host == "file" and config.cache.enabled and not topology.disk_pages_per_second
         notes = (
             self.note,
             topology.cores_note,
-            topology.note(num_ranks),
+            topology.note(workload.shape.world_size),
+            workload.drawn and workload.drawn.note,
             topology.reserve_note(device_bytes),
             topology.precision_note(config.train.precision),
             _HOT_COLD_NOTE if config.sharding.mode == "hot_cold" else None,
             _DISK_NOTE if in_file else None,
-            *host_type_notes(config.cache, model.tables, predicts_gpu=topology.device == "cuda"),
+            *host_type_notes(config.cache, workload.model.tables, predicts_gpu=topology.device == "cuda"),
         )
         return [note for note in notes if note is not None]
 

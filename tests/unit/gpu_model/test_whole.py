@@ -38,8 +38,8 @@ from embershard.data.schema import Pooling, Task
 from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
-from embershard.extras import length_groups
 from embershard.extras.hot_cold.hot_tables import HotTables
+from embershard.extras.length_groups.sizes import MOST_PADDING
 from embershard.extras.publications.sources import PublishedPool
 from embershard.extras.verify.equivalence import _tensors_of
 from embershard.models.config import WITH_HISTORY, PretrainedTable
@@ -281,7 +281,7 @@ def life_on_model(case: Case, samples: Path, folder: Path, goes_on: bool = False
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, function))
         # Histories go in groups, which this small batch would not have; on the CPU they are one group.
-        stack.enter_context(mock.patch.dict(length_groups.MOST_PADDING, cuda=0))
+        stack.enter_context(mock.patch.dict(MOST_PADDING, cuda=0))
         life = live(config_of(case, samples, folder, "cuda"), ranks, folder, goes_on)
         return OnModel(life, list(dict.fromkeys(gpu.problems)), waits)
 

@@ -17,7 +17,7 @@ from embershard.data import Batch, Schema, SparseFeature
 from embershard.errors import ConfigError, DataError
 from embershard.extras import hstu
 from embershard.extras.hstu import HSTU
-from embershard.extras.length_groups import run_in_groups
+from embershard.extras.length_groups.groups import run_in_groups
 from embershard.models import ModelConfig, build_model, hstu_config, model_tables
 from embershard.models.history import LookedUp
 from embershard.models.hstu_config import HstuConfig

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from embershard.extras import length_groups
 from embershard.extras.hstu import HSTU
-from embershard.extras.length_groups import group_sizes, run_in_groups
+from embershard.extras.length_groups import groups as length_groups
+from embershard.extras.length_groups.groups import group_sizes, run_in_groups
 from embershard.extras.networks.over_history import DIN, TBSM
 from embershard.models.history import LookedUp
 from embershard.models.hstu_config import HstuConfig

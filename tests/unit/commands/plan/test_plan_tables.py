@@ -205,12 +205,14 @@ def plan_of_run(folder: Path, tables: str, *more: str) -> int:
     return plan(folder / "lookups.toml", "--config", str(folder / "run.toml"), *more)
 
 
-def test_a_runs_settings_have_the_rows_and_the_model(tmp_path, capsys):
+def test_a_runs_settings_have_the_rows_and_the_hstu(tmp_path, capsys):
     """So models whose dense part is not known without them are planned, too, and no data are read."""
     lookups = "samples = 1_000_000\n[tables.t_item]\nlookups = 90\n[tables.t_user]\nzipf = 0.6\n"
     options = ("--ranks", "2", "--types", "row_wise", "-o", str(tmp_path / "plan.json"))
     assert plan_of_run(tmp_path, lookups, *options) == 0
-    assert "Note: No data were read" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Note: No data were read" in said
+    assert "Note: Histories are of 89 events on average and 89 at most" in said
     made = Plan.load(tmp_path / "plan.json")
     assert {table.table: (table.rows, table.dim) for table in made.tables} == {
         "t_item": (900, 64),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from embershard.extras.length_groups.sizes import MOST_PADDING, AtOnce, are_kept, group_sizes
 from embershard.models.history import LookedUp
-
-#: Multiply-adds that take as long as another group does, by the kind of device: measured on CPUs
-#: (docs/log/data_and_models.md), and on GPUs guessed by what they compute while their host starts operations.
-MOST_PADDING = {"cpu": 1 << 21, "cuda": 1 << 30}
-#: Returns the most samples that go through a network together, of so many tokens each.
-AtOnce = Callable[[int], int]
 
 
 def run_in_groups(
@@ -43,8 +38,7 @@ def run_in_groups(
     )
     if looked.order is None or len(sizes) < 2:
         return network(*looked.padded())
-    firsts = np.cumsum([0, *sizes[:-1]]).tolist()
-    is_kept = at_once is None or sum(size / at_once(tokens[k]) for size, k in zip(sizes, firsts, strict=True)) <= 1
+    is_kept = are_kept(tokens, sizes, at_once)
 
     def run(_: Tensor, group: LookedUp) -> Tensor:
         return network(*group.padded())
@@ -54,33 +48,6 @@ def run_in_groups(
         # The tensor says of which device dropout's masks are drawn again.
         found.append(run(group.target, group) if is_kept else checkpoint(run, group.target, group, use_reentrant=False))
     return torch.cat(found).index_select(0, looked.order.argsort())
-
-
-def group_sizes(
-    tokens: Sequence[int], costs: tuple[float, float], most_padding: float, at_once: AtOnce | None = None
-) -> list[int]:
-    """Return how many samples each group takes, of samples with so many tokens, the most first.
-
-    A group ends where padding its samples to its first would cost more than `most_padding`, or before more than
-    `at_once` are in it. If that is what another group costs, no cut saves much: groups that are narrower by a share
-    cost as much more as they pad less.
-
-    >>> group_sizes([9, 9, 8, 3, 3, 3], costs=(1.0, 0.0), most_padding=3)
-    [3, 3]
-    >>> group_sizes([9, 9, 8, 3, 3, 3], costs=(1.0, 0.0), most_padding=30)
-    [6]
-    >>> group_sizes([9, 9, 8, 3, 3, 3], costs=(1.0, 0.0), most_padding=30, at_once=lambda tokens: 32 // tokens)
-    [3, 3]
-    """
-    sizes, first = [], 0
-    of_samples = np.array(tokens, np.float64)
-    work = costs[0] * of_samples + costs[1] * of_samples**2
-    while first < len(work):
-        padding = np.cumsum(work[first] - work[first:])
-        size = int(np.searchsorted(padding, most_padding, side="right"))
-        sizes.append(size if at_once is None else min(size, at_once(tokens[first])))
-        first += sizes[-1]
-    return sizes
 
 
 def split(looked: LookedUp, order: Tensor, sizes: Sequence[int]) -> Iterator[LookedUp]:
