@@ -10,9 +10,9 @@ configuration's step time is the median of its undisturbed segments, as in a cal
 one of the calibration's. Target: median error <= 15 %, largest <= 25 %. Run it on the machine that was calibrated.
 
 `--public` simulates configurations whose throughput others have published, and tells ten published times of embedding
-kernels alone (benchmarks/kernel_points.py), which are no steps and not in the summary. All constants of those machines
-come from datasheets and assumptions (embershard/planning/cost/topology.py), none from a measurement of ours, and none
-was fitted to these figures.
+kernels alone (benchmarks/kernel_points.py) and six speeds of HSTU's training (benchmarks/hstu_steps.py), which are not
+in the summary. All constants of those machines come from datasheets and assumptions
+(embershard/planning/cost/topology.py), none from a measurement of ours, and none was fitted to these figures.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import hstu_steps
 from benchmarks.common import machine, make_parser, report
 from benchmarks.kernel_points import HEAD, kernel_points, table_row
 from benchmarks.plan_accuracy import profiled
@@ -227,6 +228,9 @@ def public_points() -> dict[str, Any]:
     kernels = kernel_points()
     print("kernels of one H100, ms; caches of ours stand beside, not compared:", file=sys.stderr)
     print(HEAD, *map(table_row, kernels["cases"]), sep="\n", file=sys.stderr, flush=True)
+    sequences = hstu_steps.hstu_steps()
+    print("HSTU on 16 H100; ours stands beside, not compared:", file=sys.stderr)
+    print(hstu_steps.HEAD, *map(hstu_steps.table_row, sequences["cases"]), sep="\n", file=sys.stderr, flush=True)
     return {
         "summary": summary,
         "sources": SOURCES,
@@ -234,6 +238,7 @@ def public_points() -> dict[str, Any]:
         "not_simulated": NOT_SIMULATED,
         "cases": cases,
         "kernels": kernels,
+        "hstu_steps": sequences,
     }
 
 
