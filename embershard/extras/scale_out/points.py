@@ -139,7 +139,7 @@ def _measured(scaling: Scaling, name: str, here: Configuration, fewest: Configur
         samples_per_second=speed.mean,
         efficiency=speed.mean / ranks / (first.mean / fewest.outcomes[0].ranks),
         runs=len(here.results),
-        low=None if half is None else speed.mean - half,
+        low=None if half is None else max(0.0, speed.mean - half),
         high=None if half is None else speed.mean + half,
         step_ms=fmean(steps) if steps else None,
         sent_bytes=_mean([asdict(result.sent_bytes.over(result.parts)) for result in here.results]),

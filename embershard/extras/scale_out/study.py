@@ -173,7 +173,11 @@ class Study:
             return name
         ranks = sorted({each.ranks for each in self._sweep.experiments})
         words = ["--calibrate", "--ranks", ",".join(map(str, ranks)), *(["--quick"] if self._asked.quick else [])]
-        return str(self._make("", ".toml", "plan", words, name="machine"))
+        path = self._make("", ".toml", "plan", words, name="machine")
+        if not self._is_dry and (source := load_topology(str(path)).source) not in self._said:
+            self._said.add(source)
+            say(self._console, f"Calibrated: {source}")  # other programs while it measured spoil every prediction
+        return str(path)
 
     def _nodes(self, topology: str, link: str | None, per_node: int, num_nodes: int = 1) -> str:
         """Return the file of a machine with this link between its nodes of so many ranks; `num_nodes`: into which it is
