@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,11 +52,6 @@ class RankNeed:
     copies: dict[str, int]
     whole: dict[str, int]
     pool_rows: int
-
-    @property
-    def beside_tables(self) -> int:
-        """Device memory for all but tables that are sharded."""
-        return self.fixed_bytes - sum(self.whole.values())
 
     @property
     def largest(self) -> tuple[str, int, str]:
@@ -148,7 +144,7 @@ class LeastNeed:
         change = device_memory(budget, [each.asked(budget) - budget.less(each.rank) for each in self.ranks])
         if budget.cache_bytes is not None:
             change = f"--set cache.device_bytes={need}"
-        rest, tables = rank.beside_tables, "these tables" if rank.whole else "caches"
+        rest, tables = rank.fixed_bytes - sum(rank.whole.values()), "these tables" if rank.whole else "caches"
         others = f"; all but {tables} takes {_bytes(rest)}" if budget.cache_bytes is None else ""
         raise ShardingError(
             f"the plan does not fit: rank {rank.rank} needs at least {_bytes(need)} of device memory and may use "
@@ -195,7 +191,7 @@ def least_needs(request: PlanRequest) -> list[LeastNeed]:
     return needs if found is None else [*needs, need_of(request, request.placed(found))]
 
 
-def least_need_of_some_caches(request: PlanRequest, need: LeastNeed) -> LeastNeed | None:
+def mixed_need(request: PlanRequest, need: LeastNeed) -> LeastNeed | None:
     """Return the need of the same placement without the caches that take more memory than all rows of their table;
     None where no table may be whole on the devices, or FBGEMM could not train it so."""
     if not request.may_mix:
@@ -309,9 +305,20 @@ def _other_changes(request: PlanRequest, *, is_device_short: bool) -> str:
 
 
 def ranks_without_caches(request: PlanRequest) -> int | None:
-    """Return the fewest ranks, more than these, whose devices hold all rows; None where none are found, or where the
-    budget is one of caches."""
-    return (_more_ranks(all_on_devices(request), is_device_short=True) or None) if request.may_mix else None
+    """Return the fewest ranks whose devices hold all rows, whatever the ranks of the request; None where none are
+    found, or where the budget is one of caches, or one of single ranks."""
+    one = _for_ranks(request, 1) if request.may_mix else None
+    if one is None:
+        return None
+    return 1 if _fits(one.budget, resident_needs(one)) else _more_ranks(all_on_devices(one)) or None
+
+
+def resident_needs(request: PlanRequest) -> Iterator[LeastNeed]:
+    """Yield the needs of all rows on the devices, cut by rows, and as a search places them; none where that is out of
+    reach."""
+    if request.may_be_resident:
+        whole = all_on_devices(request)
+        yield from itertools.chain(_needs_by_rows(whole), least_needs(whole))
 
 
 def all_on_devices(request: PlanRequest) -> PlanRequest:
@@ -321,7 +328,7 @@ def all_on_devices(request: PlanRequest) -> PlanRequest:
     return replace(request, pins=pins, on_ranks=lambda num_ranks: all_on_devices(request.for_ranks(num_ranks)))
 
 
-def _more_ranks(request: PlanRequest, *, is_device_short: bool) -> int | None:
+def _more_ranks(request: PlanRequest, *, is_device_short: bool = True) -> int | None:
     """Return the fewest ranks that fit, of a few more ranks; else the fewest whose blocks of rows fit, if each more
     fits, too. None: none are found; 0: what a rank needs beside its tables is too much for its device."""
     world_size, num_tables = request.workload.shape.world_size, len(request.sharded)
@@ -347,8 +354,8 @@ def _more_ranks(request: PlanRequest, *, is_device_short: bool) -> int | None:
             needs = list(_needs_by_rows(other)) or _needs_of_whole_tables(other)
             if _fits(own, needs):
                 break
-            beside = needs[0].fullest(own).beside_tables
-            if is_device_short and own.device_bytes is not None and beside > own.device_bytes:
+            rank = needs[0].fullest(own)
+            if is_device_short and rank.fixed_bytes - sum(rank.whole.values()) > (own.device_bytes or math.inf):
                 return 0
         low, high = high, 2 * high
     else:
@@ -377,7 +384,7 @@ def _may_fit(request: PlanRequest) -> bool:
             return False
     if budget.rank_bytes is None:
         return True
-    needs = [each for each in (need, least_need_of_some_caches(request, need)) if each is not None]
+    needs = [each for each in (need, mixed_need(request, need)) if each is not None]
     asked = [sum(rank.asked(budget) for rank in each.ranks) for each in needs]
     alone = (min(_asked_alone(request, table)) for table in request.sharded)
     return min(asked) <= budget.rank_bytes * shape.world_size and max(alone, default=0) <= budget.rank_bytes
@@ -402,7 +409,7 @@ def _needs_by_rows(request: PlanRequest) -> Iterator[LeastNeed]:
     for tables in by_rows(request):
         need = need_of(request, request.placed(tables))
         yield need
-        if (mixed := least_need_of_some_caches(request, need)) is not None:
+        if (mixed := mixed_need(request, need)) is not None:
             yield mixed
         whole = request.without_caches(need.tables)
         if request.may_be_resident and not no_rows_problem(whole, need.ranks_per_node):

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError, ShardingError
-from embershard.planning.budget import LeastNeed, device_memory, least_need_of_some_caches, least_needs, need_of
+from embershard.planning.budget import LeastNeed, device_memory, least_needs, mixed_need, need_of, resident_needs
 from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.exchange import exchange_notes
 from embershard.planning.local_search import Placed, local_search
@@ -103,7 +103,8 @@ def best_candidate(request: PlanRequest) -> Candidate:
         # Beside a slower host all placements are as fast: the GPUs' own time tells them apart.
         best = best_candidate(replace(request, rates=replace(request.rates, step_overhead_seconds=0.0)))
         told = predict(best.layout, best.slots, request.rates, from_counts=True)
-        return replace(best, quick=told, bound=best.bound and best.bound.beside(host_seconds))
+        best = replace(best, quick=told, bound=best.bound and best.bound.beside(host_seconds))
+        return min([best, *_as_fast_without_caches(request, best)], key=lambda each: bool(each.slots))
     search = PlanSearch(request)
     found, bound = search.first(), search.bound()
     needs: list[LeastNeed] = []
@@ -128,6 +129,19 @@ def best_candidate(request: PlanRequest) -> Candidate:
     need.check_pools(request)
     need.check_host(request)
     raise ShardingError(_no_room(request, need))
+
+
+def _as_fast_without_caches(request: PlanRequest, best: Candidate) -> list[Candidate]:
+    """Return the placements without caches that are as fast as one with some: what a GPU does beside a slower host
+    costs no time, and what a cache does, it need not do."""
+    if not best.slots:
+        return []
+    limit = best.step_seconds * (1.0 + _AS_FAST)
+    found = all_sized(request, [need.tables for need in resident_needs(request)])
+    as_fast = sorted(
+        (each for each in found if each.step_seconds <= limit), key=lambda each: each.quick.most_device_bytes
+    )
+    return [replace(each, bound=best.bound) for each in as_fast]
 
 
 def _least_found(request: PlanRequest, needs: Sequence[LeastNeed]) -> LeastNeed:
@@ -252,7 +266,7 @@ class PlanSearch:
         begin = [each.tables for each in fastest]
         if request.may_mix:
             needs = [need_of(request, tables) for tables in simple_placements(request)[1::2]]
-            mixed = [own.tables for need in needs if (own := least_need_of_some_caches(request, need)) is not None]
+            mixed = [own.tables for need in needs if (own := mixed_need(request, need)) is not None]
             simple = sorted(all_sized(request, mixed), key=lambda each: each.step_seconds)
             begin += [each.tables for each in simple[:_MOST_SIMPLE]]
         return self._searched(begin, resident=not fastest[0].slots, seed=1)

@@ -18,7 +18,7 @@ from embershard.frequency import DataStatistics, FrequencyProfile
 from embershard.launch.arguments import set_words
 from embershard.launch.screen import progress_bar, save_figure, say, wide_console
 from embershard.lazy_names import named
-from embershard.planning.budget import ranks_without_caches
+from embershard.planning.budget import all_on_devices, ranks_without_caches
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.many_ranks import plan_with_care
 from embershard.planning.request import PlanRequest
@@ -81,7 +81,7 @@ class Setup:
             reserve_bytes=topology.reserve_within(device_bytes),
             model=self.model,
         )
-        return PlanRequest(
+        request = PlanRequest(
             workload=workload,
             rates=topology.rates_for(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio, limits if len(set(limits)) > 1 else ()),
@@ -96,6 +96,7 @@ class Setup:
             topology=topology,
             effort=arguments.effort,
         )
+        return request if config.cache.enabled or not request.may_mix else all_on_devices(request)
 
     def _notes(self, topology: Topology, device_bytes: int | None, workload: Workload) -> list[str]:
         config = self.config

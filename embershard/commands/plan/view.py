@@ -45,8 +45,7 @@ HITS_LEGEND = (
 
 
 def show(plan: Plan, console: Console, top: int, without_caches: int | None = None) -> None:
-    """Print the whole plan: its prediction, the ranks, the `top` largest tables, the notes; first of all how many ranks
-    would hold all rows `without_caches`, if that is known."""
+    """Print a whole plan: how many ranks need no cache, its prediction, the ranks, its `top` largest tables, notes."""
     prediction = plan.prediction
     assert prediction is not None, "a new plan has a prediction"
     say(console, *_what_fits(plan, without_caches), _headline(plan, prediction))
@@ -112,10 +111,12 @@ def table_called(name: str, tables: Sequence[str]) -> str:
 
 
 def _what_fits(plan: Plan, without_caches: int | None) -> list[str]:
-    if without_caches is not None:
-        return [f"{without_caches} ranks would hold all rows without a cache; this plan has {plan.world_size}."]
-    is_whole = all(table.kernel != "cached" for table in plan.tables)
-    return ["All rows fit the devices of these ranks: no table needs a cache."] if is_whole else []
+    if all(table.kernel != "cached" for table in plan.tables):
+        return ["All rows fit the devices of these ranks: no table needs a cache."]
+    if without_caches is None:
+        return []
+    faster = ", and is faster with caches" if without_caches <= plan.world_size else ""
+    return [f"{without_caches} ranks would hold all rows without a cache; this plan has {plan.world_size}{faster}."]
 
 
 def _headline(plan: Plan, prediction: Prediction) -> str:

@@ -14,6 +14,7 @@ from embershard.extras.what_if.cases import cases_to, planned_case
 from embershard.extras.what_if.simulate_scaling import SimulatedRun, show_simulation, simulate_scaling, write_simulation
 from embershard.extras.what_if.view import Teller, show_target, show_what_if, try_all
 from embershard.launch.screen import say
+from embershard.planning.budget import ranks_without_caches
 from embershard.planning.uncertainty import PlannedCase
 
 
@@ -32,6 +33,10 @@ def what_if(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[floa
         else:
             outcomes += try_all([(each, ratio) for ratio in ratios for each in ranks], plan_case, console)
     console.print()
+    for setup in setups:
+        if (fewest := ranks_without_caches(setup.request(ranks[0], ratios[0]))) is not None:
+            named = "" if len(setups) == 1 else f" of {setup.machine}"
+            say(console, f"{fewest} {'rank' if fewest == 1 else 'ranks'}{named} would hold all rows without a cache.")
     show_what_if(outcomes, console)
     planned = [each for each in outcomes if each.plan is not None]
     if arguments.target is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -20,6 +20,8 @@ from embershard.units import size
 
 _MOST_PARTS = 3
 _QUARTER = 4
+_MOST_TRIED = 5  # numbers of ranks from a quarter on
+_NEARLY = 0.99
 _RESIDENT = ("slots", "device_tables", "replicated")  # of a rank's device memory: rows
 
 
@@ -35,10 +37,12 @@ def _rows(request: PlanRequest, plan: Plan) -> str:
     assert plan.prediction is not None, "a new plan has one"
     tables = request.workload.model.tables
     on_devices = sum(rank.device_bytes.get(use, 0) for rank in plan.prediction.ranks for use in _RESIDENT)
+    budgets = [plan.memory_bytes_of(rank) for rank in range(plan.world_size)]
+    of_all = f" of {size(sum(each or 0 for each in budgets))}" if None not in budgets else ""
     return (
         f"{len(tables)} tables with {sum(table.rows for table in tables):,} rows take "
-        f"{size(sum(table.rows * table.row_bytes() for table in tables))} with their optimizer states, and "
-        f"{size(on_devices)} of the devices of {plan.world_size} ranks are for rows."
+        f"{size(sum(table.rows * table.row_bytes() for table in tables))} with their optimizer states; this plan uses "
+        f"{size(on_devices)}{of_all} on {plan.world_size} devices for rows."
     )
 
 
@@ -48,10 +52,16 @@ def _step(plan: Plan) -> str:
     slowest = max(prediction.ranks, key=lambda rank: rank.step_seconds)
     parts = sorted(slowest.seconds.items(), key=lambda part: -part[1])[:_MOST_PARTS]
     told = ", ".join(f"{name.replace('_', ' ')} {seconds * 1e3:.2f}" for name, seconds in parts if seconds)
+    host = ""
+    if plan.device == "cuda" and slowest.seconds.get("overhead", 0.0) >= _NEARLY * prediction.step_seconds:
+        host = (
+            " Overhead is the time of the host's thread, an assumption of the machine: all that fits beside it is as "
+            "fast, so memory and price tell plans apart, and speed does not."
+        )
     return (
         f"A step of {plan.batch_size * plan.world_size:,} samples takes {prediction.step_seconds * 1e3:.2f} ms "
-        f"({prediction.samples_per_second:,.0f} samples/s) and waits for {prediction.bottleneck}; of rank "
-        f"{slowest.rank}, the slowest, the longest parts take, if nothing ran beside them, {told} ms."
+        f"({prediction.samples_per_second:,.0f} samples/s); of rank {slowest.rank}, the slowest, the longest parts "
+        f"take, if nothing ran beside them, {told} ms.{host}"
     )
 
 
@@ -87,18 +97,20 @@ def _bought(setup: Setup, request: PlanRequest) -> str:
             "How many ranks hold all rows without a cache is not known: give the devices' memory (--topology of GPUs, "
             "or --device-memory), and no size of caches."
         )
-    try:
-        fewest = ranks_without_caches(request.for_ranks(1))
-    except ConfigError as error:
-        return f"How many ranks hold all rows without a cache is not known: {error}"
+    fewest = ranks_without_caches(request)
     if fewest is None or fewest < _QUARTER:
         found = "No number of ranks that was tried holds" if fewest is None else "Fewer than 4 ranks hold"
         return f"{found} all rows without a cache, so none is planned on a quarter of them."
     samples = request.workload.shape.global_batch_size
     whole = _case(setup, all_on_devices(setup.request(fewest)), samples)
-    cached = next(_case(setup, each, samples) for each in _of_fewer(setup, fewest // _QUARTER))
-    if whole.prediction is None or cached.prediction is None:
-        return " ".join(f"{each.sentence}. {each.problem}" for each in (whole, cached) if each.prediction is None)
+    tried = [whole]
+    for request in _of_some(setup, range(fewest // _QUARTER, fewest)):
+        tried.append(_case(setup, request, samples))
+        if tried[-1].prediction is not None:
+            break
+    cached = tried[-1]
+    if whole.prediction is None or cached.prediction is None or cached is whole:
+        return f"Without a cache, {whole.sentence}; with caches on fewer ranks, {cached.problem or 'none was tried'}"
     longer = cached.prediction.step_seconds / whole.prediction.step_seconds
     money = cached.cost_per_hour / whole.cost_per_hour * longer
     return (
@@ -107,13 +119,17 @@ def _bought(setup: Setup, request: PlanRequest) -> str:
     )
 
 
-def _of_fewer(setup: Setup, num_ranks: int) -> Iterator[PlanRequest]:
-    """Yield the requests for so many ranks and fewer, which fill nodes."""
-    for number in range(num_ranks, 0, -1):
+def _of_some(setup: Setup, ranks: Sequence[int]) -> Iterator[PlanRequest]:
+    """Yield the requests for the first of these numbers of ranks that fill nodes."""
+    found = 0
+    for number in ranks:
         try:
             yield setup.request(number)
         except ConfigError:
             continue
+        found += 1
+        if found == _MOST_TRIED:
+            return
 
 
 def _case(setup: Setup, request: PlanRequest, samples: int) -> PlannedCase:

@@ -176,9 +176,11 @@ def test_so_many_ranks_hold_all_rows_without_a_cache_and_fewer_do_not(limit):
     assert "cached" in {table.kernel for table in make_plan(request).tables}
     fewest = ranks_without_caches(request)
     assert fewest is not None
-    plan = make_plan(all_on_devices(request).for_ranks(fewest))
-    assert {table.kernel for table in plan.tables} == {"device"}
-    assert plan.prediction.most_device_bytes <= limit
+    assert ranks_without_caches(request.for_ranks(fewest + 1)) == fewest, "it is no matter of the request's ranks"
+    for asked in (all_on_devices(request), request):  # beside the host's thread, a cache gains nothing
+        plan = make_plan(asked.for_ranks(fewest))
+        assert {table.kernel for table in plan.tables} == {"device"}
+        assert plan.prediction.most_device_bytes <= limit
     refusal(all_on_devices(request).for_ranks(fewest - 1))
 
 
