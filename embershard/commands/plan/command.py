@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicate-rows", type=whole, default=0, metavar="N", help=text)
     parser.add_argument("--effort", type=_effort, default=1.0, metavar="N", help="search N times as long")
     parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
-    text = "the plan in five sentences, and what caches buy; or why a table is where it is"
+    text = "the plan in five sentences, or a table's place"
     parser.add_argument("--explain", action="append", nargs="?", metavar="TABLE", help=text)
     parser.add_argument("--top", type=whole, default=12, metavar="N", help="tables to show, the largest first")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan, the comparison, or the simulation")

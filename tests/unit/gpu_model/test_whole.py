@@ -433,6 +433,7 @@ NOT_HERE: dict[str, tuple[str, ...]] = {
             "data.table.decimal",
             "data.time.files",
             "data.bad_files",
+            "data.deal",
             "data.criteo.id_mapping",
         ),
         *("data.criteo.dense_transform", "data.parquet.id_mapping", "data.parquet.dense_transform"),
@@ -446,6 +447,7 @@ NOT_HERE: dict[str, tuple[str, ...]] = {
         *("embedding_optimizer.kind=adam", "embedding_optimizer.kind=partial_rowwise_adam"),
         *("embedding_optimizer.kind=lamb", "embedding_optimizer.kind=partial_rowwise_lamb"),
     ),
+    "a kernel of another package, for GPUs only": ("model.hstu.kernel=fbgemm",),
     "torch casts by the device that it knows, and takes the model's tensors for those of a CPU": ("train.precision",),
     "TorchRec's codecs are FBGEMM's kernels": ("sharding.forward_dtype", "sharding.backward_dtype"),
 }
