@@ -14,6 +14,8 @@ _LEAST_ROWS = 1024  # of a bucket, where another number of buckets allows it
 _MOST_ROWS = 2**31 - 1
 _MOST_BATCHES = 2**31 - 1  # as far as uses are counted, too
 _COIN_BITS = 53
+#: Tensors of a table's ids in a state dict, beside "weight", and those of `IdMap.tensors`.
+ID_TENSORS = {"ids": "records", "id_candidates": "candidates"}
 _RECORD_BYTES, _CELL_BYTES, _FREE_BYTES = 16, 8, 4  # of an id and its uses; cells of the hash table; free rows
 
 

@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
-from embershard.cache.ids.config import Buckets, IdTable
+from embershard.cache.ids.config import ID_TENSORS, Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
 from embershard.cache.rows.initial_weights import ShardWeights
 from embershard.cache.rows.lazy_rows import LazyRows
@@ -24,7 +24,6 @@ from embershard.distributed import Ranks
 from embershard.errors import ConfigError
 from embershard.extras.verify.comparison import TensorPart, Tensors
 from embershard.extras.verify.twins import (
-    ID_TENSORS,
     cached_sharders,
     collection_of,
     configs_of,

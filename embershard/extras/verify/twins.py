@@ -17,6 +17,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from embershard.cache.ids.config import ID_TENSORS
 from embershard.errors import ConfigError
 from embershard.extras.verify.comparison import contents, with_halved_caches
 from embershard.sharding.torchrec import cached_embeddings
@@ -32,8 +33,6 @@ from embershard.sharding.torchrec.spec import CACHED_KERNEL, RAW_IDS_KEY, SPEC_K
 from embershard.training.checkpoint.host_rows import restore_marks, rounded_tables, saved_marks, taking_references
 
 _FUSED_KERNEL = "fused"
-#: Tensors of a table's ids in a state dict, beside its weights, and those of `IdMap.tensors`.
-ID_TENSORS = {"ids": "records", "id_candidates": "candidates"}
 
 
 def twin_of(model: DistributedModelParallel, *, halvings: int | None) -> DistributedModelParallel:

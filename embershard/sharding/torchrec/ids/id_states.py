@@ -17,14 +17,11 @@ from torch.distributed import _remote_device
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from embershard.cache.ids.config import Buckets, IdTable
+from embershard.cache.ids.config import ID_TENSORS, Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap
 from embershard.errors import CheckpointError
 from embershard.sharding.torchrec.ids.id_tables import maps_of
 from embershard.sharding.torchrec.modules import pools_of_module
-
-#: Names in a state dict, beside "weight", and those of `IdMap.tensors`.
-_NAMES = {"ids": "records", "id_candidates": "candidates"}
 
 
 class IdStates:
@@ -48,7 +45,7 @@ class IdStates:
         for table in self._tables:
             found = self._maps.get(table)
             tensors = {} if found is None else found.tensors()
-            for name, kind in _NAMES.items():
+            for name, kind in ID_TENSORS.items():
                 local = torch.from_numpy(tensors[kind]) if tensors else None
                 sharded = self._sharded(table, kind, local)
                 if sharded is not None:
@@ -63,7 +60,7 @@ class IdStates:
         for pool in self._pools:
             pool.drop_given_rows()
         for table in self._tables:
-            given = {kind: state_dict.pop(self._key(prefix, table, name), None) for name, kind in _NAMES.items()}
+            given = {kind: state_dict.pop(self._key(prefix, table, name), None) for name, kind in ID_TENSORS.items()}
             if given["records"] is None:
                 if self._key(prefix, table, "weight") in state_dict:
                     raise CheckpointError(
