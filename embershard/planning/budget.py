@@ -409,6 +409,8 @@ def _needs_by_rows(request: PlanRequest) -> Iterator[LeastNeed]:
     for tables in by_rows(request):
         need = need_of(request, request.placed(tables))
         yield need
+        if all(table.kernel != "cached" for table in need.tables):
+            return  # the others are the same
         if (mixed := mixed_need(request, need)) is not None:
             yield mixed
         whole = request.without_caches(need.tables)
