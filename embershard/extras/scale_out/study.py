@@ -174,9 +174,10 @@ class Study:
         ranks = sorted({each.ranks for each in self._sweep.experiments})
         words = ["--calibrate", "--ranks", ",".join(map(str, ranks)), *(["--quick"] if self._asked.quick else [])]
         path = self._make("", ".toml", "plan", words, name="machine")
-        if not self._is_dry and (source := load_topology(str(path)).source) not in self._said:
-            self._said.add(source)
-            say(self._console, f"Calibrated: {source}")  # other programs while it measured spoil every prediction
+        if not self._is_dry and str(path) not in self._said:
+            self._said.add(str(path))
+            # Other programs while it measured spoil every prediction.
+            say(self._console, f"Calibrated: {load_topology(str(path)).source}")
         return str(path)
 
     def _nodes(self, topology: str, link: str | None, per_node: int, num_nodes: int = 1) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
 
 from embershard.commands.plan.run import Setup
+from embershard.commands.plan.view import hits_cells
 from embershard.errors import ConfigError
 from embershard.extras.what_if.cases import planned_case
 from embershard.launch.screen import say
@@ -76,18 +77,16 @@ def _tables(plan: Plan) -> str:
     assert plan.prediction is not None, "a new plan has one"
     kinds = Counter(f"{table.sharding}, {table.kernel}" for table in plan.tables)
     places = "; ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    misses, lookups, hits = Counter[str](), Counter[str](), Counter[str]()
+    misses = defaultdict[str, float](float)
     for part in plan.prediction.tables:
-        misses[part.table] += part.misses  # type: ignore[assignment]
-        lookups[part.table] += part.lookups  # type: ignore[assignment]
-        hits[part.table] += part.lookups * (part.hit_rate_lookups or 0.0)  # type: ignore[assignment]
-    name, most = misses.most_common(1)[0]
-    if not most:
+        misses[part.table] += part.misses
+    name = max(misses, key=misses.__getitem__)
+    if not misses[name]:
         return f"Tables are {places}, and every lookup finds its row on the device."
-    share = hits[name] / lookups[name] if lookups[name] else 0.0
+    hits, *_ = hits_cells([part for part in plan.prediction.tables if part.table == name])
     return (
-        f"Tables are {places}; {name} has {most / misses.total():.0%} of the rows that are fetched in a step: "
-        f"{share:.1%} of its lookups hit."
+        f"Tables are {places}; {name} has {misses[name] / sum(misses.values()):.0%} of the rows that are fetched in a "
+        f"step: {hits} of its lookups hit."
     )
 
 
@@ -104,8 +103,8 @@ def _bought(setup: Setup, request: PlanRequest) -> str:
     samples = request.workload.shape.global_batch_size
     whole = _case(setup, all_on_devices(setup.request(fewest)), samples)
     tried = [whole]
-    for request in _of_some(setup, range(fewest // _QUARTER, fewest)):
-        tried.append(_case(setup, request, samples))
+    for fewer in _of_some(setup, range(fewest // _QUARTER, fewest)):
+        tried.append(_case(setup, fewer, samples))
         if tried[-1].prediction is not None:
             break
     cached = tried[-1]
