@@ -280,7 +280,6 @@ def life_on_model(case: Case, samples: Path, folder: Path, goes_on: bool = False
             (Steps, "next", begin_counted), (Trainer, "step", step_counted), (HotTables, "load", load_uncounted)
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, function))
-        # Histories go in groups, which this small batch would not have; on the CPU they are one group.
         stack.enter_context(mock.patch.dict(MOST_PADDING, cuda=0))
         life = live(config_of(case, samples, folder, "cuda"), ranks, folder, goes_on)
         return OnModel(life, list(dict.fromkeys(gpu.problems)), waits)
@@ -288,7 +287,11 @@ def life_on_model(case: Case, samples: Path, folder: Path, goes_on: bool = False
 
 def life_on_cpu(case: Case, samples: Path, folder: Path, goes_on: bool = False) -> Life:
     folder.mkdir()
-    with mirrored_ranks(case.num_ranks), mock.patch.object(sizes, "SMALL_TABLE_ROWS", 20):
+    with (
+        mirrored_ranks(case.num_ranks),
+        mock.patch.object(sizes, "SMALL_TABLE_ROWS", 20),
+        mock.patch.dict(MOST_PADDING, cpu=0),
+    ):
         ranks = Ranks(0, case.num_ranks, 0, case.num_ranks, torch.device("cpu"))
         return live(config_of(case, samples, folder, "cpu"), ranks, folder, goes_on)
 
