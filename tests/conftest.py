@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # every process would compile all tests again
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton, which the next conftest.py may import
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests run side by side, on few cores
 # Before numba: in tests, a compiled loop that leaves an array raises. Such loops are kept apart from those of users.
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
@@ -42,8 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if re.search(r"^not matrix|and not matrix", config.option.markexpr):
         settings.load_profile("without the matrix")
     places = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
-    if not all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
-        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+    if all(PROJECT / "tests" / "gpu" in (place, *place.parents) for place in places):
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:
