@@ -45,8 +45,8 @@ from embershard.cache.config import CachePolicy
 from embershard.cache.file import filed_rows
 from embershard.cache.file.file_rows import FileRows
 from embershard.data import CriteoConfig, DataConfig, SyntheticConfig
+from embershard.extras.profile_picture.hit_rate_curve import look_ahead_rule, offline_optimum
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
-from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 from embershard.sharding.run_shape import ReplaySettings
 from tests.limited_memory import limited_memory
 

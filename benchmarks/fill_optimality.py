@@ -41,9 +41,9 @@ from embershard.cache import MemoryRows, RowCache, Ticket
 from embershard.cache.config import CachePolicy, Scoring
 from embershard.cache.homes.shape import PoolShape
 from embershard.data import BatchStream, CriteoConfig, DataConfig, SyntheticConfig, open_source
+from embershard.extras.profile_picture.hit_rate_curve import look_ahead_rule, offline_optimum
 from embershard.frequency import FrequencyProfile
 from embershard.models import model_tables
-from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 

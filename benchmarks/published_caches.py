@@ -41,9 +41,9 @@ from benchmarks.fill_optimality import Run, read_stream
 from embershard.cache.config import CacheConfig, Policy
 from embershard.cache.statistics import CacheReport
 from embershard.data import DataConfig, SyntheticConfig
+from embershard.extras.profile_picture.hit_rate_curve import offline_optimum
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.counts import RowCounts
-from embershard.planning.simulate.hit_rate_curve import offline_optimum
 from embershard.planning.simulate.stages import bare_cache, run_stages
 from embershard.sharding.run_shape import ReplaySettings
 

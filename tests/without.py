@@ -115,6 +115,7 @@ CAPABILITIES = {
     "what_if": Capability(("extras.what_if",), ("what_if", "simulat", "picture", "target", "price")),
     "scale_out": Capability(("extras.scale_out",), ("scale_out", "scaling", "slow_link")),
     "report_page": Capability(("extras.report_page",), ("page", "found_wherever", "html")),
+    "profile_picture": Capability(("extras.profile_picture",), ("picture", "png", "optimum", "hit_rate_curve")),
     "calibrate": Capability(("extras.calibrate",), ("calibrat", "back_test")),
     "compare": Capability(("extras.compare",), ("compare", "compared")),
     "convert": Capability(("extras.convert",), ("convert", "join", "movielens")),

@@ -11,19 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embershard.commands.profile.data_pass import (
-    PART_SAMPLES,
-    PartReader,
-    PassOptions,
-    profile_data,
-)
-from embershard.commands.profile.view import (
-    comparison_sentence,
-    comparison_table,
-    make_figure,
-    profile_tables,
-    sentences,
-)
+from embershard.commands.profile.data_pass import PART_SAMPLES, PartReader, PassOptions, profile_data
+from embershard.commands.profile.view import comparison_sentence, comparison_table, profile_tables, sentences
 from embershard.data import kind_of_files
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
@@ -90,8 +79,9 @@ def show(arguments: argparse.Namespace) -> None:
         console.print(table)
     say(console, *sentences(statistics, together))
     if arguments.png is not None:
+        draw = named("embershard.extras.profile_picture.picture:make_figure")
         with progress_bar(console, "sizes replayed") as on_progress:
-            save_figure(make_figure(statistics, together, on_progress), arguments.png)
+            save_figure(draw(statistics, together, on_progress), arguments.png)
         say(console, f"Hit-rate curves: {arguments.png}")
 
 

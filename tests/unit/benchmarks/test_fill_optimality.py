@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import fill_optimality
 from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure, open_streams
-from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
+from embershard.extras.profile_picture.hit_rate_curve import look_ahead_rule, offline_optimum
 from tests.covering import keep, matrix
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import published_caches
 from benchmarks.published_caches import KnownRows, ParetoStream, missed_share, misses
 from embershard.cache.config import Policy
-from embershard.planning.simulate.hit_rate_curve import offline_optimum
+from embershard.extras.profile_picture.hit_rate_curve import offline_optimum
 
 pytestmark = pytest.mark.slow
 

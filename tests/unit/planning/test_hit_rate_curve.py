@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from embershard.extras.profile_picture.hit_rate_curve import hit_rate_curve
 from embershard.frequency.downsampling import downsampled
-from embershard.planning.simulate.hit_rate_curve import hit_rate_curve
 from embershard.sharding.run_shape import ReplaySettings
 from tests.unit.planning.traces import skewed, trace_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.extra, pytest.mark.smoke, pytest.mark.slow]
 
 ROWS = {"a": 6000, "b": 1500}
 TRACE = trace_of({name: skewed(rows, 20_000, seed=rows) for name, rows in ROWS.items()})

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.planning.simulate.hit_rate_curve import look_ahead_rule, offline_optimum
+from embershard.extras.profile_picture.hit_rate_curve import look_ahead_rule, offline_optimum
 
+pytestmark = [pytest.mark.extra, pytest.mark.smoke]
 STREAMS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=9)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.two_levels import replay_two_levels
 from embershard.cache.config import CachePolicy
 from embershard.cache.file import places
+from embershard.extras.profile_picture.hit_rate_curve import offline_optimum
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
-from embershard.planning.simulate.hit_rate_curve import offline_optimum
 from embershard.sharding.run_shape import ReplaySettings
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -20,10 +20,10 @@ from embershard.commands.profile import data_pass as profile_pass
 from embershard.commands.profile.command import main
 from embershard.commands.profile.data_pass import PartReader, PassOptions, part_ranges, profile_data, rows_of_ids
 from embershard.commands.profile.run import run_config
-from embershard.commands.profile.view import make_figure
 from embershard.data import BatchStream, DataConfig, SyntheticConfig, TableConfig, TableFeature, open_source
 from embershard.data.sources.table import source
 from embershard.errors import ConfigError
+from embershard.extras.profile_picture.picture import make_figure
 from embershard.frequency import FrequencyProfile
 from embershard.frequency.config import ProfileConfig
 from embershard.frequency.summary import stack_of_all
@@ -289,7 +289,7 @@ def test_hit_rates_of_short_data_are_marked(tmp_path, capsys):
     assert not any(cell.endswith("*") for cell in long[-6:-4])
 
 
-@pytest.mark.matrix
+@pytest.mark.extra
 def test_the_picture_explains_its_curves(tmp_path, capsys):
     lookups = {name: (rows, skewed(rows, 30_000, seed=rows)) for name, rows in (("t_a", 20_000), ("t_b", 9000))}
     profile = profile_of(lookups)
