@@ -159,7 +159,7 @@ def _one_plan(setup: Setup, num_ranks: int, ratio: float | None, console: Consol
         if len(tables) < len(arguments.explain):
             named("embershard.extras.what_if.explain_plan:show_plan_explanation")(setup, request, made, console)
         if tables:
-            view.show_explanations(request, made, tables, console)
+            named("embershard.extras.what_if.explain_tables:show_explanations")(request, made, tables, console)
     else:
         has_caches = any(table.kernel == "cached" for table in made.tables)
         view.show(made, console, arguments.top, ranks_without_caches(request) if has_caches else None)

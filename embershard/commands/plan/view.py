@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from embershard.cache.file.file_counts import FILE_COUNTS
-from embershard.errors import ConfigError
 from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
-from embershard.planning.exchange import exchange_reason
-from embershard.planning.explain import (
-    alternatives,
-    beside,
-    change_sentences,
-    moved,
-    other_kernels,
-    own_time,
-    sentences,
-)
-from embershard.planning.request import PlanRequest
 from embershard.planning.uncertainty import PlannedCase, Uncertainty
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
@@ -60,54 +47,6 @@ def show(plan: Plan, console: Console, top: int, without_caches: int | None = No
     ):
         console.print(table)
     say(console, HITS_LEGEND, *_state(plan, prediction), *_bound(plan), *(f"Note: {note}" for note in plan.notes))
-
-
-def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
-    """Print why each of these tables is where it is."""
-    workload, host_seconds = request.workload, request.rates.step_overhead_seconds
-    if workload.shape.device == "cuda" and host_seconds:
-        host = f"{host_seconds * 1e3:.2f} ms"
-        say(console, f"Times here are of the GPUs alone; a step takes at least the {host} of the host's thread.")
-    request = own_time(request)
-    placements = {placed.table: placed for placed in plan.tables}
-    for called in tables:
-        name = table_called(called, list(placements))
-        chosen = placements[name]
-        if chosen.kernel == "replicated":
-            parts = [part for part in ([] if plan.prediction is None else plan.prediction.tables) if part.table == name]
-            each = f" of {size(max(part.device_bytes for part in parts))}" if parts else ""
-            say(
-                console,
-                f"{name} ({chosen.rows:,} rows) is replicated: each of {plan.world_size} ranks has a copy{each}, since "
-                f"--replicate-rows {request.replicate_rows} asks for it. Its lookups send nothing, and its gradients "
-                "go to all ranks. With a smaller number it is sharded like the others.",
-            )
-            continue
-        kernels = other_kernels(request, name, chosen)
-        say(console, *sentences(chosen, alternatives(request, name, chosen), kernels))
-        changes = moved(request, plan.tables, name), beside(request, plan.tables, name)
-        say(console, *change_sentences(*changes))
-        if workload.shape.world_size > 1 and chosen.sharding != "data_parallel":
-            say(console, f"Between ranks, bytes of all ranks in a step: {exchange_reason(workload, chosen)}.")
-
-
-def table_called(name: str, tables: Sequence[str]) -> str:
-    """Return the table with this name, or that of the feature with this name, in capitals or not.
-
-    Raises:
-        ConfigError: there is none.
-
-    >>> table_called("C3", ["t_C3", "t_C30"])
-    't_C3'
-    """
-    known = {table.lower().removeprefix("t_"): table for table in tables}
-    found = name if name in tables else known.get(name.lower().removeprefix("t_"))
-    if found is None:
-        near = [known[each] for each in difflib.get_close_matches(name.lower(), known, n=3)]
-        some = ", ".join(tables[:8]) + (", ..." if len(tables) > 8 else ".")
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"Tables are {some}"
-        raise ConfigError(f"no table is called {name!r}. {hint}")
-    return found
 
 
 def _what_fits(plan: Plan, without_caches: int | None) -> list[str]:

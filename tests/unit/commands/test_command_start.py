@@ -16,8 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.commands import cli
-from embershard.commands.plan.view import table_called
-from embershard.errors import ConfigError
 from embershard.launch import arguments
 from embershard.launch.arguments import add_config_word, add_settings, make_parser
 from tests.covering import keep, matrix
@@ -384,18 +382,6 @@ def test_all_settings_are_listed_with_their_meanings(capsys):
     text = capsys.readouterr().out
     for said in ("data.criteo.num_rows", "cache.ratio", "Learning rate after warm-up"):
         assert said in text
-
-
-@pytest.mark.parametrize("name", ["t_C3", "C3", "c3"])
-def test_a_table_is_found_by_its_feature(name):
-    assert table_called(name, ["t_C3", "t_C30", "t_user"]) == "t_C3"
-
-
-def test_tables_like_the_name_are_offered():
-    with pytest.raises(ConfigError, match=r"no table is called 'usr'. Did you mean t_user\?"):
-        table_called("usr", ["t_C3", "t_user"])
-    with pytest.raises(ConfigError, match=r"Tables are t_a, t_b\."):
-        table_called("zzzzzz", ["t_a", "t_b"])
 
 
 argcomplete = pytest.mark.skipif(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from embershard.errors import ShardingError
-from embershard.planning.explain import (
+from embershard.errors import ConfigError, ShardingError
+from embershard.extras.what_if.explain_tables import (
     Alternative,
     alternatives,
     beside,
@@ -16,6 +16,7 @@ from embershard.planning.explain import (
     other_kernels,
     own_time,
     sentences,
+    table_called,
 )
 from embershard.planning.make_plan import best_candidate, make_plan, sized
 from embershard.planning.request import Budget
@@ -23,7 +24,7 @@ from embershard.sharding.pins import TablePin
 from embershard.sharding.plan import TablePlacement
 from tests.unit.planning.requests import data_of, make_request, round_robin
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extra]
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +157,15 @@ def test_the_other_kernel_is_planned_too():
     assert " device; then a step waits for " in said
     with_caches = make_request(Budget(ratio=0.1), **REQUEST)
     assert other_kernels(with_caches, "t0", make_plan(with_caches).tables[0]) == [], "a budget of caches"
+
+
+@pytest.mark.parametrize("name", ["t_C3", "C3", "c3"])
+def test_a_table_is_found_by_its_feature(name):
+    assert table_called(name, ["t_C3", "t_C30", "t_user"]) == "t_C3"
+
+
+def test_tables_like_the_name_are_offered():
+    with pytest.raises(ConfigError, match=r"no table is called 'usr'. Did you mean t_user\?"):
+        table_called("usr", ["t_C3", "t_user"])
+    with pytest.raises(ConfigError, match=r"Tables are t_a, t_b\."):
+        table_called("zzzzzz", ["t_a", "t_b"])
