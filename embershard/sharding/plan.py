@@ -255,6 +255,13 @@ class Plan:
         return self.memory_bytes_by_rank[rank] if self.memory_bytes_by_rank else self.device_memory_bytes
 
     @property
+    def device_limits(self) -> tuple[int, ...]:
+        """Budget of each rank's device, [ranks]; empty: there is none."""
+        if self.memory_bytes_by_rank or self.device_memory_bytes is None:
+            return self.memory_bytes_by_rank
+        return (self.device_memory_bytes,) * self.world_size
+
+    @property
     def digest(self) -> str:
         """Hash of everything that a prediction depends on: placement, slots, sizes, settings."""
         return _hash({name: getattr(self, name) for name in _PREDICTED_FROM})

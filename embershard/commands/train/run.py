@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from embershard.distributed import Ranks, Supervision
 from embershard.distributed.checkpoint.folder import checkpoints_for
-from embershard.errors import FailedSaveError
+from embershard.errors import ConfigError, FailedSaveError
 from embershard.launch.arguments import NEWEST, program_words
 from embershard.launch.run_dir import check_run_dir, lock_run_dir, note_resume
 from embershard.launch.screen import JsonLines, LogFormat, plain_console, say, time_now
@@ -34,6 +34,7 @@ from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import resume_run
 from embershard.training.config import RunConfig
 from embershard.training.fit.host_types import as_in_slots, host_type_notes
+from embershard.training.fit.machine_limits import larger_limit
 from embershard.training.fit.model_size import table_rows, table_sizes, tables_of_run
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
@@ -189,7 +190,7 @@ class _Outputs:
             return
         config = self._trainer.config
         self._console.print(closing_table(result, f"{config.model.title} on {config.data.kind} data"))
-        other, change = _next_run(config, is_cached=result.cache is not None)
+        other, change = _next_run(self._trainer, is_cached=result.cache is not None)
         if config.publish.folder is not None:  # it is that of one run
             change += f" --set publish.folder={shlex.quote(f'{config.publish.folder}_2')}"
         report = f"embershard report {shlex.quote(str(self._folder))} -o report.html"
@@ -235,8 +236,9 @@ def _device_of(ranks: Ranks) -> str:
     return f"{ranks.world_size} x {device}"
 
 
-def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
+def _next_run(trainer: Trainer, is_cached: bool) -> tuple[str, str]:
     """Return what to compare a run with, and the arguments for that."""
+    config = trainer.config
     mode = config.sharding.mode
     if config.data.has_ids:
         other = "lfu" if config.cache.policy == "lru" else "lru"
@@ -250,6 +252,9 @@ def _next_run(config: RunConfig, is_cached: bool) -> tuple[str, str]:
         return "with host rows of fp32 (losses differ by rounding)", as_in_slots(config.cache)
     other = "with all rows on the device" if is_cached else "with a cache"
     change = f"--set cache.enabled={str(not is_cached).lower()}"
+    with suppress(ConfigError):  # with other settings of the run
+        whole = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=not is_cached))
+        change += larger_limit(whole, trainer.ranks, trainer.plan)
     return f"{other} (same losses; compare speed and memory)", change
 
 

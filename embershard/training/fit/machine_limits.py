@@ -48,7 +48,7 @@ class MachineLimits:
             ConfigError: the settings' limits are for other ranks.
         """
         device, first = ranks.device, ranks.rank - ranks.local_rank
-        limits = config.sharding.device_limits(ranks.world_size) or (plan.memory_bytes_by_rank if plan else ())
+        limits = config.sharding.device_limits(ranks.world_size) or (plan.device_limits if plan else ())
         is_gpu, folder = device.type == "cuda", config.cache.host_dir
         return cls(
             host_memory(),
@@ -68,10 +68,17 @@ class MachineLimits:
 
     def short_rank(self, needs: MemoryNeeds) -> int | None:
         """Return the rank here, from 0, that needs most above what it may use of its device; None: all have enough."""
-        pairs = zip(needs.by_rank, self.by_rank, strict=True) if self.by_rank else ()
-        excess = [sum(taken.values()) - limit for taken, limit in pairs]
+        pairs = zip(needs.bytes_by_rank, self.by_rank, strict=True) if self.by_rank else ()
+        excess = [taken - limit for taken, limit in pairs]
         most = max(excess, default=0)
         return excess.index(most) if most > 0 else None
+
+
+def larger_limit(config: RunConfig, ranks: Ranks, plan: Plan | None) -> str:
+    """Return the setting, with a blank before it, by which a rank here may use what a run needs; empty where it may."""
+    needs = memory_needs(config, table_rows(config), RanksHere.of(ranks), plan)
+    is_short = MachineLimits.here(config, ranks, plan).short_rank(needs) is not None
+    return f" --set sharding.device_bytes={max(needs.bytes_by_rank)}" if is_short else ""
 
 
 def disk_of(folder: Path) -> int:
@@ -133,11 +140,11 @@ class MemoryChanges:
             yield f"--set cache.host=memory --set cache.host_dir=none{in_front}"
 
     def _with_larger_limits(self) -> Iterator[str]:
-        """Yield the device memory that each rank needs, where no more than a setting limits it."""
+        """Yield the device memory that each rank needs, where no more than a setting or the plan limits it."""
         needs = self._needs(self._config)
-        is_short = self._config.sharding.device_bytes is not None and self._machine.short_rank(needs) is not None
+        is_short = self._machine.short_rank(needs) is not None
         if is_short and replace(self._machine, by_rank=()).has_room_for(needs):
-            yield f"--set sharding.device_bytes={max(sum(taken.values()) for taken in needs.by_rank)}"
+            yield f"--set sharding.device_bytes={max(needs.bytes_by_rank)}"
 
     def _in_files(self) -> Iterator[str]:
         """Yield settings by which rows are on a disk, where the rest fits."""

@@ -105,9 +105,10 @@ def _check_devices(
         )
     if (short := machine.short_rank(needs)) is not None:
         limit = "sharding.device_bytes" if config.sharding.device_bytes is not None else "its plan"
+        need = size(needs.bytes_by_rank[short])
         raise ConfigError(
-            f"This run does not fit: rank {ranks.first + short} needs {size(needs.bytes_of(short))} of device memory, "
-            f"and may use {size(machine.by_rank[short])} ({limit}). {_figures(needs.by_rank[short], config, rows)}. "
+            f"This run does not fit: rank {ranks.first + short} needs {need} of device memory, and may use "
+            f"{size(machine.by_rank[short])} ({limit}). {_figures(needs.by_rank[short], config, rows)}. "
             f"{fitting.text()}"
         )
 

@@ -98,9 +98,10 @@ class MemoryNeeds:
         """All memory of that GPU."""
         return sum(self.device.values())
 
-    def bytes_of(self, rank: int) -> int:
-        """Return what a rank here, from 0, takes on its device."""
-        return sum(self.by_rank[rank].values())
+    @property
+    def bytes_by_rank(self) -> list[int]:
+        """What each rank here takes on its device."""
+        return [sum(parts.values()) for parts in self.by_rank]
 
 
 def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, plan: Plan | None) -> MemoryNeeds:

@@ -25,7 +25,7 @@ from embershard.sharding.torchrec import cache_stats
 from embershard.training import trainer
 from embershard.training.config import RunConfig
 from embershard.training.fit import machine_limits
-from embershard.training.fit.machine_limits import MachineLimits
+from embershard.training.fit.machine_limits import MachineLimits, larger_limit
 from embershard.training.fit.memory_check import check_memory, check_memory_for_run
 from embershard.training.fit.memory_needs import MemoryNeeds, RanksHere, memory_needs
 from embershard.training.fit.model_size import model_size, table_rows
@@ -263,6 +263,7 @@ def plan() -> Plan:
 
 
 PLANNED = ("data.synthetic.scale=0.02", "train.batch_size=64")
+WHOLE = "cache.enabled=false"
 GPUS = RanksHere(2, 2, "cuda")
 
 
@@ -301,15 +302,52 @@ def test_each_gpu_has_to_hold_its_own_rank(plan: Plan):
     assert "of GPU memory, and" in refusal(*PLANNED, machine=machine, ranks=dataclasses.replace(GPUS, own=0), plan=plan)
 
 
-@pytest.mark.parametrize("cache", [(), matrix(("cache.enabled=false",))])
+def machine_of(*settings: str, plan: Plan | None = None) -> MachineLimits:
+    """This machine, with two ranks and much host memory."""
+    with process_group("cpu") as ranks:
+        ranks = dataclasses.replace(ranks, world_size=2, local_world_size=2)
+        return dataclasses.replace(MachineLimits.here(config_of(*settings), ranks, plan), host=limits(9).host)
+
+
+@pytest.mark.parametrize("edited", ["slots", "limit"])
+def test_one_limit_of_a_plan_is_kept_as_limits_by_rank_are(plan: Plan, edited: str):
+    """With more slots than it allows, and with a lower limit, which leaves the prediction; what is proposed fits."""
+    plan = dataclasses.replace(plan, memory_bytes_by_rank=())
+    assert plan.device_limits == (plan.device_memory_bytes,) * 2
+    given: dict[str, Any] = {"ranks": GPUS, "plan": plan}
+    assert check(*PLANNED, machine=machine_of(*PLANNED, plan=plan), **given) == ""
+    if edited == "limit":
+        plan = dataclasses.replace(plan, device_memory_bytes=1)
+    else:
+        tables = tuple(dataclasses.replace(table, kernel="cached") for table in plan.tables)
+        pools = tuple(pool.with_slots(pool.rows) for pool in pools_of(tables, ranks_per_node=2))
+        plan = dataclasses.replace(plan, tables=tables, pools=pools, prediction=None)
+    given["plan"] = plan
+    said = refusal(*PLANNED, machine=machine_of(*PLANNED, plan=plan), **given)
+    assert "of device memory, and may use" in said
+    assert "(its plan)" in said
+    changes = changes_in(said)
+    assert changes
+    for change in changes:
+        machine = machine_of(*PLANNED, *change, plan=plan)
+        assert check(*PLANNED, *change, machine=machine, **given) == "", change
+
+
+def test_the_run_to_compare_with_may_use_what_it_needs(plan: Plan):
+    """Beside a run by a plan with a limit stands one with all rows on the devices: its limit is named with it."""
+    plan = dataclasses.replace(plan, memory_bytes_by_rank=(), device_memory_bytes=1)
+    assert "(its plan)" in refusal(*PLANNED, WHOLE, machine=machine_of(*PLANNED, WHOLE, plan=plan), plan=plan)
+    with process_group("cpu") as ranks:
+        ranks = dataclasses.replace(ranks, world_size=2, local_world_size=2)
+        change = larger_limit(config_of(*PLANNED, WHOLE), ranks, plan).removeprefix(" --set ")
+        assert larger_limit(config_of(*PLANNED, WHOLE, change), ranks, plan) == ""
+    machine = machine_of(*PLANNED, WHOLE, change, plan=plan)
+    assert check(*PLANNED, WHOLE, change, machine=machine, plan=plan) == ""
+
+
+@pytest.mark.parametrize("cache", [(), matrix((WHOLE,))])
 def test_a_run_without_a_plan_keeps_to_what_its_ranks_may_use(cache: tuple[str, ...]):
     """On a CPU, too; what is proposed fits."""
-
-    def machine_of(*settings: str) -> MachineLimits:
-        with process_group("cpu") as ranks:
-            ranks = dataclasses.replace(ranks, world_size=2, local_world_size=2)
-            return dataclasses.replace(MachineLimits.here(config_of(*settings), ranks, None), host=limits(9).host)
-
     taken = [sum(each.values()) for each in needs_of(*PLANNED, *cache).by_rank]
     for limit, fits in ((max(taken), True), (max(taken) - 1, False)):
         settings = (*PLANNED, *cache, f"sharding.device_bytes={limit}")
