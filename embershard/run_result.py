@@ -375,7 +375,7 @@ class RunResult:
 
     Attributes:
         steps: of the whole run; `measured_steps` since it was last resumed, as `cache`, `sent_bytes`, `bad_rows`,
-            `skipped_batches` and `hot_cold`.
+            `skipped_batches`, `hot_cold` and `deal`.
         samples: trained, of all ranks.
         samples_per_second: of all ranks; it and `step_ms` are of the steps at the speed of a long run, and None
             without a step.

@@ -96,12 +96,12 @@ class TrainReport(Report):
         return values | ({"ids": ids} if ids else {})
 
     def line(self) -> str:
-        """Return speed, loss, AUC (or RMSE) so far, hit rate and bytes between ranks."""
+        """Return speed, loss, AUC (or RMSE) so far, hit rate, bytes between ranks, and how evenly these were dealt."""
         hits = "" if self.hit_rate_lookups is None else f"  hit rate {self.hit_rate_lookups:.1%}"
+        between = f"  sent {size(sent)}/step" if (sent := self.sent_bytes.in_training) else ""
+        dealt = "  slowest rank {dealt:.2f} x mean cost, undealt {undealt:.2f}".format(**self.deal) if self.deal else ""
         speed = f"{self.samples_per_second:,.0f} samples/s"
-        sent = self.sent_bytes.in_training
-        between = f"  sent {size(sent)}/step" if sent else ""
-        return f"{speed}  loss {self.loss:.4f}  {quality_line(main_values(self.quality))}{hits}{between}"
+        return f"{speed}  loss {self.loss:.4f}  {quality_line(main_values(self.quality))}{hits}{between}{dealt}"
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,27 @@ def training(runs: Sequence[Run]) -> Section:
         _draw(speed, run, "train", "samples_per_second")
     speed.update_yaxes(rangemode="tozero")
     parts.append(PageFigure("Throughput", speed, "Of all ranks, since the last report."))
+    if dealing := [run for run in runs if _has(run, "max_over_mean_dealt")]:
+        parts.append(_dealt(dealing))
     return Section("Training", parts, has_curves=True)
+
+
+def _dealt(runs: Sequence[Run]) -> PageFigure:
+    """Draw how much more than the mean rank the slowest one has to do, as samples were dealt and as they were not."""
+    figure = _figure("times the mean rank's cost", runs=runs)
+    figure.update_layout(showlegend=True)
+    for run in runs:
+        _draw(figure, run, "train", "max_over_mean_dealt", suffix=", dealt")
+        _draw(figure, run, "train", "max_over_mean_undealt", suffix=", undealt", dash="dash")
+    note = (
+        "What the samples of the slowest rank cost, over those of the mean rank, since the last report. At 1 all ranks "
+        "have equally much to do."
+    )
+    terms = {
+        "dealt": "As the samples of each global batch were dealt to ranks by their cost (data.deal).",
+        "undealt": "Had each rank had its slice of the same samples, in their order.",
+    }
+    return PageFigure("Cost of the slowest rank", figure, note, terms)
 
 
 def by_slice(runs: Sequence[Run]) -> Section:
@@ -264,6 +284,7 @@ def _draw(
     symbol: str = "circle",
     suffix: str = "",
     unit: int = 1,
+    dash: str | None = None,
 ) -> None:
     """Draw one number of a run's reports, in multiples of `unit`; the legend has each run once."""
     samples_at = _samples_at(run.folder.reports("train"))
@@ -279,7 +300,7 @@ def _draw(
             legendgroup=text(run.name),
             showlegend=panel == 1 and mode == "lines",
             mode="lines+markers" if mode == "lines" and len(reports) == 1 else mode,
-            line=look(run.number),
+            line=look(run.number) | ({"dash": dash} if dash else {}),
             marker={"color": look(run.number)["color"], "symbol": symbol, "size": 8},
         ),
         row=(panel - 1) // columns + 1,

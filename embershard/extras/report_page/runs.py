@@ -78,6 +78,8 @@ _TERMS = {
     "caches": "Bytes of slots and maps on the devices of all ranks, at the end.",
     "host": "Bytes of their rows and scores on the hosts.",
     "sent": "Bytes that a rank sends to others in a step.",
+    "slowest rank, dealt": "What its samples cost, over those of the mean rank, dealt by cost (data.deal).",
+    "slowest rank, undealt": "The same, had each rank had its slice of the same samples, in their order.",
     "not steady yet": "The run was too short for the speed of a long one.",
 }
 
@@ -100,8 +102,9 @@ def summary(runs: Sequence[Run]) -> Section:
     if warning := held_out_warning(result for _, result in ended):
         text.append(f"{warning}.")
     text += [
-        f"{name}: speed, step ms, hits, sent and the sections of caches are since the resume at step "
-        f"{result.resumed_at:,}. Dotted lines mark it. The training's {title_of(names[0])} starts anew there."
+        f"{name}: speed, step ms, hits, sent{', slowest rank' if result.deal else ''} and the sections of caches are "
+        f"since the resume at step {result.resumed_at:,}. Dotted lines mark it. The training's "
+        f"{title_of(names[0])} starts anew there."
         for name, result in ended
         if result.resumed_at
     ]
@@ -136,6 +139,7 @@ def _summary_of(run: Run, names: Sequence[str]) -> dict[str, str]:
     }
     if cache is not None:
         found |= {"caches": size(cache.device_bytes), "host": size(cache.host_bytes)}
+    found |= {f"slowest rank, {how}": f"{ratio:.3f} x mean cost" for how, ratio in result.deal.items()}
     return found | {"sent": size(sent) if sent else "0"}
 
 

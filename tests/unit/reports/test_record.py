@@ -263,6 +263,16 @@ def test_plain_lines_when_not_a_terminal():
     assert sixth == "no space."
 
 
+def test_a_line_of_dealt_samples_has_the_slowest_rank_s_cost_dealt_and_undealt():
+    screen = io.StringIO()
+    display = ProgressDisplay(Console(file=screen, force_terminal=False, width=200), 20, 0)
+    report = train_report(10)
+    display.show(dataclasses.replace(report, deal={"dealt": 1.0049, "undealt": 1.3962}))
+    display.close()
+    assert "sent 2.86 MiB/step  slowest rank 1.00 x mean cost, undealt 1.40" in screen.getvalue()
+    assert "slowest rank" not in report.line()
+
+
 def test_the_time_that_is_left_is_that_of_the_steps_so_far(monkeypatch):
     """Of a run that went on at step 5, whose five steps took 20 seconds: ten more take 40."""
     screen, clock = io.StringIO(), [100.0]

@@ -222,6 +222,45 @@ def test_the_speed_of_a_short_run_is_marked(planned: Path, uncached: Path):
     assert "not steady yet" not in part(runs.summary(runs_of(uncached)), "Results").terms
 
 
+@pytest.fixture
+def dealt(planned: Path) -> Path:
+    """The same run, of which each line of training says how its samples were dealt."""
+    lines = [json.loads(line) for line in (planned / "metrics.jsonl").read_text().splitlines()]
+    ratios = {10: (1.25, 2.5), 20: (1.0, 1.75)}
+    for line in lines:
+        if line["kind"] == "train":
+            line["max_over_mean_dealt"], line["max_over_mean_undealt"] = ratios[line["step"]]
+    folder = planned.with_name("mine")
+    planned.rename(folder)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return with_result(folder, deal={"dealt": 1.125, "undealt": 2.1254})
+
+
+def test_the_slowest_rank_s_cost_is_shown_as_samples_were_dealt_and_undealt(dealt: Path, uncached: Path):
+    """Over the training, and of the whole run; of a run in slices nothing, and without one that deals no figure."""
+    found = runs_of(dealt, uncached)
+    section = measured.training(found)
+    (drawn,) = [each for each in section.parts if each.title == "Cost of the slowest rank"]
+    assert lines_of(drawn.drawn, "mine, dealt") == [([2560.0, 5120.0], [1.25, 1.0])]
+    assert lines_of(drawn.drawn, "mine, undealt") == [([2560.0, 5120.0], [2.5, 1.75])]
+    assert [key.name for key in drawn.keys] == ["mine, dealt", "mine, undealt"]
+    assert len({key.style for key in drawn.keys}) == 2, "or they look alike"
+    assert "over those of the mean rank" in drawn.note
+    table = part(runs.summary(found), "Results")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["slowest rank, dealt"] == ("1.125 x mean cost", "")
+    assert rows["slowest rank, undealt"] == ("2.125 x mean cost", "")
+    assert {"slowest rank, dealt", "slowest rank, undealt"} <= set(table.terms)
+    in_slices = runs_of(uncached)
+    assert not [each for each in measured.training(in_slices).parts if each.title == "Cost of the slowest rank"]
+    assert "slowest" not in str(part(runs.summary(in_slices), "Results"))
+
+
+def test_ratios_of_the_dealt_are_said_to_be_since_a_resume(dealt: Path):
+    (said,) = runs.summary(runs_of(with_result(dealt, measured_steps=90))).text
+    assert "hits, sent, slowest rank and the sections of caches are since the resume" in said
+
+
 def test_a_run_that_has_not_ended_has_its_curves(planned: Path):
     (planned / "result.json").unlink()
     found = runs_of(planned)
