@@ -156,11 +156,14 @@ def run_hstu(way: str, dropout: float = 0.0) -> tuple[list[float], list[float]]:
             parts = embershard.deal(lengths * (28 + lengths), ranks, seed=step)
         if way == "a sample twice":
             parts[0, 0] = parts[0, 1]
-        own = torch.from_numpy(parts[rank])
+        fewer = 3 if way.startswith("unequal counts") else 0  # of the first rank, and more of the last one
+        own = torch.from_numpy(np.split(parts.ravel(), size * np.arange(1, ranks) - fewer)[rank])
         events, target = rows(ids[own, 1:]).unsqueeze(2), rows(ids[own, :1])
         is_event = torch.arange(40) < torch.from_numpy(lengths)[own, None]
-        outputs = model(target, events, is_event, target.new_ones(size, 1, 8))[:, 0]
+        outputs = model(target, events, is_event, target.new_ones(len(own), 1, 8))[:, 0]
         loss = binary_cross_entropy_with_logits(outputs, labels[own])
+        if way == "unequal counts, weighted":
+            loss = loss * len(own) / size
         optimizer.zero_grad()
         loss.backward()
         for weight in weights:
@@ -189,6 +192,17 @@ def test_a_sample_twice_is_noticed_and_dropout_has_other_masks(two_ranks: RankPo
     assert wrong[0] != pytest.approx(slices[0], rel=1e-3)
     dropped, dealt = (two_ranks.run(run_hstu, way, 0.1)[0] for way in ("slices", "dealt"))
     assert dealt[0] != pytest.approx(dropped[0], rel=1e-4)
+
+
+@pytest.mark.matrix
+def test_unequal_counts_under_a_plain_mean_are_noticed(two_ranks: RankPool):
+    """A control, too: why each rank gets equally many. Weighted by counts, the same parts train what slices do."""
+    ways = ("slices", "unequal counts", "unequal counts, weighted")
+    slices, plain, weighted = (two_ranks.run(run_hstu, way)[0] for way in ways)
+    assert plain[0][0] != pytest.approx(slices[0][0], rel=1e-3), "before any weight differs"
+    assert plain[1] != pytest.approx(slices[1], abs=1e-3)
+    assert weighted[0] == pytest.approx(slices[0], rel=1e-12)
+    assert weighted[1] == pytest.approx(slices[1], abs=1e-12)
 
 
 def hstu_config(windows: Path, **changes: Any) -> RunConfig:
