@@ -1,19 +1,23 @@
 """Dealt samples train what slices train, to the last digits of float64; with the cache as with stock TorchRec, bit for
-bit; over stops and resumes, too; and nothing more is filled or sent."""
+bit, and in groups of ranks as without dealing; over stops and resumes, too; and nothing more is filled or sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard
+from embershard.data.hashing import make_key
+from embershard.data.sources.source import FileSource
 from embershard.distributed import CheckpointConfig
 from embershard.extras.deal.part import Dealt
 from embershard.extras.hstu import HSTU
@@ -25,6 +29,7 @@ from embershard.training.reports import TrainReport
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.ranks import own_models, test_trained_ids
+from tests.ranks.parity import differences
 from tests.ranks.planned import here
 from tests.ranks.workers import RankPool
 from tests.unit.data.targets import target_config, write_targets
@@ -226,3 +231,52 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(deal_ranks, windows: Path, tw
     config = hstu_config(windows, checkpoint=CheckpointConfig(at_end=True, every_steps=half))
     config = replace(config, data=replace(config.data, deal_ranks=deal_ranks, num_workers=2))
     assert two_ranks.run(own_models.resumed_equals_whole, config, tmp_path / "checkpoints") == [[], []]
+
+
+def written_as_dealt(samples: Path, folder: Path, size: int, ranks: int, group: int) -> tuple[Path, Path]:
+    """Write samples in chunks of a group's share of a global batch; and the same ones in the order in which a run that
+    deals them in groups of ranks trains them, so that each rank's slice of a batch has what it was dealt."""
+    table = pq.read_table(samples)
+    costs = np.array([len(seen) * (1 + 2 * len(seen)) for seen in table["seen"].to_pylist()])
+    places = np.arange(len(costs))
+    for first in range(0, len(costs) // (ranks * size) * ranks * size, group * size):
+        own = slice(first, first + group * size)
+        places[own] = first + embershard.deal(costs[own], group, seed=make_key(0, 0, first)).ravel()
+    folder.mkdir()
+    files = folder / "plain.parquet", folder / "dealt.parquet"
+    for file, rows in zip(files, (table, table.take(places)), strict=True):
+        pq.write_table(rows, file, row_group_size=group * size)
+    return files
+
+
+def trained_and_read(config: RunConfig) -> tuple[set[int], list[float], dict[str, torch.Tensor]]:
+    """Train the whole run; return the numbers of the chunks that this rank parsed, losses, weights and states."""
+    chunks, parsed = set[int](), FileSource.parsed
+
+    def noted(source: FileSource, split: Any, chunk: int) -> Any:
+        chunks.add(chunk)
+        return parsed(source, split, chunk)
+
+    with mock.patch.object(FileSource, "parsed", noted):
+        return chunks, *own_models.trained(config)
+
+
+def test_groups_of_ranks_train_what_was_dealt_to_each_and_read_no_other_s_samples(
+    samples: Path, tmp_path: Path, four_ranks: RankPool
+):
+    """On 4 ranks in 2 groups: bit for bit what slices train that have each sample in the same place."""
+    plain, as_dealt = written_as_dealt(samples, tmp_path / "files", size=16, ranks=4, group=2)
+    config = target_config(plain, "tasks")
+    config = replace(config, data=replace(config.data, eval_fraction=0.0, shuffle=False))
+    in_groups = dealing(config, "seen", 1, 2, deal_ranks=2)
+    reference = replace(config, data=replace(config.data, path=str(as_dealt)))
+    of_groups, of_slices, together = (
+        four_ranks.run(trained_and_read, each) for each in (in_groups, reference, dealing(config, "seen", 1, 2))
+    )
+    for rank, (mine, slices, others) in enumerate(zip(of_groups, of_slices, together, strict=True)):
+        assert {chunk % 2 for chunk in mine[0]} == {rank // 2}, "each batch has a chunk for either group"
+        assert mine[0] == slices[0]
+        assert mine[1] == slices[1]
+        assert differences(mine[2], slices[2]) == []
+        assert {chunk % 2 for chunk in others[0]} == {0, 1}, "a control: all four deal together"
+        assert differences(mine[2], others[2])
