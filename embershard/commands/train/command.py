@@ -97,19 +97,9 @@ class TrainJob(Job):
             from embershard.training.fit.model_size import check_tables  # it loads pyarrow
 
             check_tables(config)  # of one's own model, the ranks find the tables
-        return TrainJob(
-            config,
-            arguments.run_dir,
-            trust,
-            file,
-            overrides,
-            arguments.resume,
-            arguments.unverified,
-            arguments.allow_change,
-            arguments.profile_steps,
-            arguments.log_format,
-            start,
-        )
+        names = ("run_dir", "resume", "unverified", "profile_steps", "log_format")
+        given = {name: getattr(arguments, name) for name in names} | {"changes": arguments.allow_change}
+        return TrainJob(config, trust_code=trust, file=file, overrides=overrides, start=start, **given)
 
     def run(self, ranks: distributed.Ranks, supervision: distributed.Supervision) -> int:
         """Train; return 0, or 130 after Ctrl-C. Collective."""
@@ -187,6 +177,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         if num_ranks is not None or config.train.global_batch_size is None:
             config.train.rank_batch_size(num_ranks or 1)
+        if config.data.deal == "cost":
+            named("embershard.extras.deal.refused:check_run")(config, num_ranks)
         _print_settings(job, num_ranks or (1 if has_small_batches(config) else 2))
         return 0
     num_ranks = num_ranks or default_ranks(config)

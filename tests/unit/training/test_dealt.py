@@ -12,16 +12,19 @@ import pytest
 import torch
 from torch import nn
 
+from embershard.commands import cli
 from embershard.data import DataConfig, Schema, SparseFeature
 from embershard.data.order.order import ChunkTable
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError
-from embershard.extras.deal.part import Dealt, cost_of
+from embershard.extras.deal.part import Dealt
 from embershard.extras.deal.reader import Loads, SampleCost
+from embershard.extras.deal.refused import check_run, cost_of
 from embershard.models import ModelConfig
 from embershard.models.hstu_config import HstuConfig
 from embershard.run_result import RunResult
-from embershard.settings.decoding import decode
+from embershard.settings.decoding import decode, to_toml
+from embershard.settings.files import load_config
 from embershard.sharding.config import ShardingConfig
 from embershard.training.checkpoint.identity import RULES
 from embershard.training.config import RunConfig, TrainConfig
@@ -131,12 +134,76 @@ def test_it_says_what_it_deals_by_and_when_it_reads_more():
 def test_layers_that_see_the_samples_of_a_rank_are_refused(layer, accumulate, is_refused):
     part = dealt(train=TrainConfig(accumulate=accumulate))
     part.check()
-    part.run.model = nn.Sequential(nn.Linear(3, 3), layer)  # type: ignore[assignment]
+    part.run.model = SimpleNamespace(module=nn.Sequential(nn.Linear(3, 3), layer))  # type: ignore[assignment]
     if is_refused:
         with pytest.raises(ConfigError, match=rf'got "cost" with a model that has {type(layer).__name__} \(1\)'):
             part.after_build()
     else:
         part.after_build()
+
+
+#: A model of one's own, whose layer normalizes by a batch.
+NORMALIZED = """
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+
+class Normalized(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=300, feature_names=[name])
+            for name in features
+        ]
+        self.tables = EmbeddingBagCollection(tables=tables, device="meta")
+        self.layers = nn.Sequential(nn.BatchNorm1d(8 * len(tables)), nn.Linear(8 * len(tables), 1))
+
+    def forward(self, dense, sparse):
+        return self.layers(self.tables(sparse).values()).squeeze(-1)
+
+
+def build(schema, options):
+    return Normalized(schema.keys)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sharding.mode": "hot_cold", "sharding.hot_bytes": 10000}, 'got "cost" in the mode "hot_cold"'),
+        ({"data.deal_ranks": 3}, "data.deal_ranks: got 3, needed a divisor of the 1 ranks"),
+        ({"data.deal_cost": '["seeen", 1, 0]'}, "data.deal_cost: got ['seeen', 1, 0]"),
+        ({"data.deal_cost": "none"}, "with the model 'dlrm', of which nothing says"),
+        ({"model.build": "normalized:build"}, "with a model that has BatchNorm1d (model.layers.0)"),
+    ],
+)
+def test_a_dry_run_refuses_in_the_words_of_the_run(settings, said, ranks: Ranks, tmp_path: Path, capsys, monkeypatch):
+    (tmp_path / "normalized.py").write_text(NORMALIZED)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_targets(tmp_path / "samples.parquet")
+    (tmp_path / "run.toml").write_text(to_toml(target_config(path, "plain", model=ModelConfig())))
+    given = {"data.deal": "cost", "data.deal_cost": '["seen", 1, 1]'} | settings
+    overrides = [f"{name}={value}" for name, value in given.items()]
+    words = [word for text in overrides for word in ("--set", text)]
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--dry-run", "--nproc", "1", "--trust-code", *words]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert not printed.out, "settings that no run may have"
+    config = load_config(RunConfig, tmp_path / "run.toml", overrides, trust_code=True)
+    with pytest.raises(ConfigError) as refused:
+        Trainer(config, ranks)
+    assert str(refused.value) in printed.err
+
+
+def test_before_ranks_are_counted_their_groups_are_not_refused():
+    config = RunConfig(data=replace(DEALT, deal_ranks=3, deal_cost=("C1", 1, 0)))
+    check_run(config, None)
+    check_run(config, 6)
+    with pytest.raises(ConfigError, match=r"got 3, needed a divisor of the 4 ranks: \[2, 4\]"):
+        check_run(config, 4)
+    with pytest.raises(ConfigError, match=r"got 0, needed a divisor of the ranks"):
+        check_run(replace(config, data=replace(config.data, deal_ranks=0)), None)
 
 
 @pytest.mark.slow
