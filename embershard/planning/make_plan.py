@@ -21,6 +21,7 @@ from embershard.planning.exchange import exchange_notes
 from embershard.planning.local_search import Placed, local_search
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest, cached
+from embershard.planning.simulate.held_part import HeldPart, try_counts
 from embershard.planning.slots import split_slots
 from embershard.planning.workload import Layout
 from embershard.sharding.plan import Plan, PoolPlacement, Prediction
@@ -195,6 +196,8 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
     _check_pins(request, candidate)
     shape.home.check_slots(candidate.layout.pools, candidate.slots)
     exact = predict(candidate.layout, candidate.slots, request.rates, progress=progress)
+    held = _held_part(request, candidate)
+    exact, of_drift = (exact, []) if held is None else held.ranged(exact, request.workload.data.share_of_samples)
     return Plan(
         world_size=shape.world_size,
         ranks_per_node=min(shape.ranks_per_node, shape.world_size),
@@ -206,11 +209,20 @@ def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int
         settings=dict(request.settings),
         tables=candidate.tables,
         pools=candidate.pools,
-        notes=(*request.notes, *_advice(request, candidate, exact)),
+        notes=(*request.notes, *_advice(request, candidate, exact), *of_drift),
         prediction=exact,
         made_from=dict(request.made_from),
         bound=bound,
     )
+
+
+def _held_part(request: PlanRequest, candidate: Candidate) -> HeldPart | None:
+    """Return what counts told of a part of the profile that was held back from them, for caches of this size."""
+    shape, tables = request.workload.shape, [table for table in candidate.tables if table.kernel == "cached"]
+    rows = sum(shard.rows for members in candidate.layout.pools.values() for shard in members)
+    share = min(1.0, sum(candidate.slots.values()) / max(1, rows))
+    names = [table.table for table in tables]
+    return try_counts(request.workload.data, names, share, shape.global_batch_size, shape.cache)
 
 
 def _check_pins(request: PlanRequest, candidate: Candidate) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -197,19 +196,18 @@ class Workload:
         """Return what a pool does per step in the long run, from counts alone: fast, and for any batch. `of_new_data`:
         training sees other samples than the counted ones, whatever the profile says, and the cache grows until a batch
         of them fits."""
-        in_slots = functools.partial(
-            steady_state,
+        found = steady_state(
             [self.data.tables[shard.table.table] for shard in shards],
             [RowRange.of(shard) for shard in shards],
             [self.share_of_lookups(shard) for shard in shards],
             self.data.num_samples,
-            global_batch_size=self.shape.global_batch_size,
-            policy=self.shape.cache.policy,
+            num_slots,
+            self.shape.global_batch_size,
+            self.shape.cache.policy,
             is_sample=self.is_sample or of_new_data,
+            grows=of_new_data,
+            ahead=self.shape.cache.ahead if of_new_data else None,
         )
-        found = in_slots(num_slots)
-        if of_new_data and found.grew:
-            found = in_slots(math.ceil(sum(shard.unique_ids for shard in found.shards)))
         return tuple(self.as_exchanged(*each) for each in zip(shards, found.shards, strict=True))
 
     def as_exchanged(self, shard: PlacedShard, report: ShardReport) -> ShardReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,8 @@ class TablePrediction:
         device_bytes: of the cache's slots and maps, or of all rows where there is no cache.
         first_touches: those of `unique_ids` that miss because the cache never had their rows before, whatever its size.
         long_run_hit_rate: an estimate of `hit_rate_lookups` on new data after a long training; None: not estimated.
+        long_run_range: its least and most, by what such estimates were off in the profile; None: not tried; (0, 1):
+            counts do not tell.
         moved_row_bytes: of a row between slots and host memory; None in plans of earlier versions.
     """
 
@@ -74,12 +76,25 @@ class TablePrediction:
     host_bytes: int
     first_touches: float = 0.0
     long_run_hit_rate: float | None = None
+    long_run_range: tuple[float, float] | None = None
     moved_row_bytes: float | None = None
 
     @property
     def misses(self) -> float:
         """Those of `unique_ids` that are not on the device."""
         return self.unique_ids * (1.0 - (self.hit_rate_unique or 0.0))
+
+
+def long_run_range(tables: Sequence[TablePrediction]) -> tuple[float, float] | None:
+    """Return the least and the most hits per lookup of all these in the long run; None where one is not estimated."""
+    found, lookups = [], sum(table.lookups for table in tables)
+    for table in tables:
+        if table.lookups:
+            if table.long_run_hit_rate is None:
+                return None
+            low, high = table.long_run_range or (table.long_run_hit_rate, table.long_run_hit_rate)
+            found.append((table.lookups / lookups * low, table.lookups / lookups * high))
+    return (sum(low for low, _ in found), sum(high for _, high in found)) if found else None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ class ReplaySettings:
     profile_samples: int | None = 0
     shuffle_window: int = 0
 
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """Batches beyond the one in training that are known, and that are resident."""
+        return self.lookahead, self.prefetch
+
 
 @dataclass(frozen=True)
 class RunShape:

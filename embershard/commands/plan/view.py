@@ -12,7 +12,7 @@ from embershard.launch.screen import make_table, say
 from embershard.planning.cost.rates import StepWork
 from embershard.planning.uncertainty import PlannedCase, Uncertainty
 from embershard.settings.decoding import decode
-from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction
+from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePrediction, long_run_range
 from embershard.sharding.shards import shards_of
 from embershard.units import size
 
@@ -23,11 +23,15 @@ _INTERVAL = (
     "from, to: in nine of ten cases the step lies between them, if each constant of the machine may be as far off as "
     "docs/planning.md says. Errors of the model come on top."
 )
+#: Hits in the long run: a range that is wider says nothing; one that is narrower is a number.
+_MOST_TOLD, _SAME = 0.25, 0.01
+NOT_TOLD = "not told"
 HITS = ("hits", "first\ntouches", "long run")
 HITS_LEGEND = (
     "hits: lookups whose row is on the device, over the predicted steps. first touches: share of the misses that are "
     "of rows which the cache never had before; no size avoids them, and a longer run has fewer. long run: hits on new "
-    "data after a long training, estimated (docs/planning.md)."
+    "data after a long training, estimated: a range, or not told, where counts of the first part were off for the rest "
+    "(docs/planning.md)."
 )
 
 
@@ -66,7 +70,7 @@ def _headline(plan: Plan, prediction: Prediction) -> str:
         f"{prediction.step_seconds * 1e3:.2f} ms a step, {prediction.samples_per_second:,.0f} samples/s; a step waits "
         f"for {prediction.bottleneck}; {hits or '0.00%'} of lookups hit (from {source}"
         + (f"; first touches are {first_touches} of the misses" if first_touches else "")
-        + (f"; in the long run about {long_run}, estimated)" if long_run else ")")
+        + {"": ")", NOT_TOLD: "; in the long run not told)"}.get(long_run, f"; in the long run {long_run}, estimated)")
     )
 
 
@@ -191,10 +195,16 @@ def hits_cells(tables: Sequence[TablePrediction]) -> tuple[str, str, str]:
         return "", "", ""
     hits = sum(table.lookups * (table.hit_rate_lookups or 0.0) for table in tables) / lookups
     first = min(1.0, sum(table.first_touches for table in tables) / misses) if misses > 1e-9 * lookups else None
-    looked_up = [table for table in tables if table.lookups]
-    is_known = all(table.long_run_hit_rate is not None for table in looked_up)
-    later = sum(table.lookups * (table.long_run_hit_rate or 0.0) for table in looked_up) / lookups
-    return f"{hits:.2%}", "" if first is None else f"{first:.0%}", f"{later:.1%}" if is_known else ""
+    return f"{hits:.2%}", "" if first is None else f"{first:.0%}", _range_cell(long_run_range(tables))
+
+
+def _range_cell(found: tuple[float, float] | None) -> str:
+    if found is None:
+        return ""
+    low, high = found
+    if high - low > _MOST_TOLD:
+        return NOT_TOLD
+    return f"{high:.1%}" if high - low < _SAME else f"{100 * low:.0f}-{high:.0%}"
 
 
 def show_certainty(case: PlannedCase, console: Console) -> None:

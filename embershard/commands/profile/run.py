@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from embershard.cache.config import CachePolicy
 from embershard.commands.profile.data_pass import PART_SAMPLES, PartReader, PassOptions, profile_data
-from embershard.commands.profile.view import comparison_sentence, comparison_table, profile_tables, sentences
+from embershard.commands.profile.view import SIZES, comparison_sentence, comparison_table, profile_tables, sentences
 from embershard.data import kind_of_files
 from embershard.errors import ConfigError
 from embershard.frequency import FrequencyProfile
@@ -21,13 +22,17 @@ from embershard.frequency.summary import stack_of_all
 from embershard.launch.arguments import config_file, text_override
 from embershard.launch.screen import plain_console, progress_bar, save_figure, say, wide_console
 from embershard.lazy_names import named
+from embershard.planning.simulate.held_part import try_counts
 from embershard.planning.simulate.replay import replay_preferences
 from embershard.settings.decoding import decode, read_toml
 from embershard.settings.files import apply_override, load_config
+from embershard.sharding.run_shape import ReplaySettings
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import buckets_of_run, refuse_ids
 from embershard.units import size
 
+#: Whether counts last is tried in batches of so many samples, without look-ahead.
+_BATCH_SIZE, _BY_COUNTS = 1024, ReplaySettings(CachePolicy("lfu", by_next_use=False), 0)
 #: Lookups on which policies are compared.
 _PREFERENCE_LOOKUPS = 1_000_000
 #: Parts that keep a process busy longer than it takes to start.
@@ -78,6 +83,11 @@ def show(arguments: argparse.Namespace) -> None:
     for table in profile_tables(statistics, together, arguments.top):
         console.print(table)
     say(console, *sentences(statistics, together))
+    with console.status("whether counts last"):
+        held = try_counts(statistics, list(statistics.tables), SIZES[1], _BATCH_SIZE, _BY_COUNTS)
+    if held is not None:
+        tried = f"New data, tried on the profile in a cache for {SIZES[1]:.0%} of the rows"
+        say(console, f"{tried}: {held.sentence}.")
     if arguments.png is not None:
         draw = named("embershard.extras.profile_picture.picture:make_figure")
         with progress_bar(console, "sizes replayed") as on_progress:

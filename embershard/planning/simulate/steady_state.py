@@ -7,6 +7,7 @@ row for the same time (Che et al. 2002). The replay of a trace needs neither ass
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,8 @@ def steady_state(
     policy: CachePolicy,
     *,
     is_sample: bool,
+    grows: bool = False,
+    ahead: tuple[int, int] | None = None,
 ) -> PoolReport:
     """Return the steady state of one pool of slots on one rank.
 
@@ -65,13 +68,21 @@ def steady_state(
         global_batch_size: samples of a step, over all ranks.
         policy: rule by which the cache chooses its rows.
         is_sample: training sees other samples than the counted ones: see `embershard.frequency.new_data`.
+        grows: the cache grows until a batch fits.
+        ahead: batches beyond the one in training that are known, and that are resident; None: what look-ahead gains is
+            left out.
     """
     groups = [
         _groups(number, *each, num_samples, global_batch_size, is_sample)
         for number, each in enumerate(zip(tables, shards, shares, strict=True))
     ]
     pool = _RowGroups(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
-    held = _held_by_recency(pool, num_slots) if policy.is_recency else _held_by_count(pool, num_slots)
+    if grows:
+        num_slots = max(num_slots, math.ceil(float((pool.rows * pool.seen).sum())))
+    if ahead is not None and policy.by_next_use:
+        held = _held_by_next_use(pool, num_slots, ahead, policy.is_recency)
+    else:
+        held = _held_by_recency(pool, num_slots) if policy.is_recency else _held_by_count(pool, num_slots)
     count = len(shards)
     # A missing row misses with all of its lookups in the batch.
     per_row = (pool.seen, pool.seen * held, pool.lookups, pool.lookups * held, held)
@@ -117,6 +128,36 @@ def _held_by_count(pool: _RowGroups, num_slots: int) -> Floats:
         return kept + float((pool.rows * pool.seen * (1.0 - held(kept))).sum())
 
     return held(_bisect(room, num_slots, 0.0, float(num_slots)))
+
+
+def _held_by_next_use(pool: _RowGroups, num_slots: int, ahead: tuple[int, int], is_recency: bool) -> Floats:
+    """Return the chance that a row stays until its next use, [K].
+
+    A row stays if that comes within so many steps that such rows fill the slots, at most within those that are known.
+    If slots are left, rows stay without a known use: the most frequent ones, or those of the last T steps.
+    """
+    known, prefetch = ahead
+    rate = -np.log1p(-np.minimum(pool.seen, 1.0 - 1e-12))  # uses of a row per step
+    resident = min(prefetch + 1, max(1, int(num_slots / max(float((pool.rows * pool.seen).sum()), 1e-300))))
+
+    def stays(steps: float) -> Floats:
+        return -np.expm1(-rate * steps)
+
+    def slots(reach: float, kept: float = 0.0) -> Floats:
+        """Of rows that wait for a use within reach, of others that are kept for some steps, and while they train."""
+        beyond = 1.0 - stays(reach)
+        return pool.rows * (1.0 - beyond * (1.0 + rate * (reach - kept)) + beyond * pool.seen * resident)
+
+    left = num_slots - float(slots(known).sum())
+    if left <= 0:
+        return stays(_bisect(lambda steps: float(slots(steps).sum()), num_slots, 0.0, known))
+    if is_recency:
+        return stays(known + _bisect(lambda steps: float(slots(known + steps, steps).sum()), num_slots, 0.0, 1e9))
+    order = np.argsort(-pool.lookups, kind="stable")
+    more = np.maximum((pool.rows - slots(known))[order], 1e-300)  # slots to keep all of a group
+    always = np.empty_like(more)
+    always[order] = np.clip((left - (np.cumsum(more) - more)) / more, 0.0, 1.0)
+    return always + (1.0 - always) * stays(known)
 
 
 def _held_by_recency(pool: _RowGroups, num_slots: int) -> Floats:

@@ -19,7 +19,7 @@ from benchmarks.fill_optimality import LOOKAHEADS, Run, Stream, measure, open_st
 from embershard.extras.profile_picture.hit_rate_curve import look_ahead_rule, offline_optimum
 from tests.covering import keep, matrix
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.extra, pytest.mark.smoke, pytest.mark.slow]
 
 
 def skewed_stream(num_batches: int = 60, batch_size: int = 12, rows: tuple[int, int] = (300, 100)) -> Stream:

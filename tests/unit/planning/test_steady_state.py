@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,12 @@ POLICIES = {"lfu": LFU, "lru": LRU, "frequency": FREQUENCY, "static": STATIC, "l
 
 
 def from_counts(
-    lookups: dict[str, tuple[int, Ints]], num_slots: int, batch: int, policy: ReplaySettings, bag_size: int = 1
+    lookups: dict[str, tuple[int, Ints]],
+    num_slots: int,
+    batch: int,
+    policy: ReplaySettings,
+    bag_size: int = 1,
+    **more: Any,
 ) -> PoolReport:
     data = counted(lookups, bag_size)
     return steady_state(
@@ -37,12 +43,31 @@ def from_counts(
         batch,
         policy.policy,
         is_sample=False,
+        **more,
     )
 
 
 def rates(found: Sequence) -> list[float]:
     unique, lookups = sum(s.unique_ids for s in found), sum(s.lookups for s in found)
     return [sum(s.hits_unique for s in found) / unique, sum(s.hits_lookups for s in found) / lookups]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_slots", [180, 300, 400])
+@pytest.mark.parametrize("lookahead", [4, 64])
+@pytest.mark.parametrize("scoring", ["lfu", "lru"])
+def test_look_ahead_keeps_what_comes_back_soon(scoring, lookahead, num_slots):
+    """With slots for a part of the known uses, and for more than all: 5 points. Without what is known ahead, counts are
+    10 points off."""
+    lookups = {"a": (500, skewed(500, 9000, power=3)), "b": (200, skewed(200, 9000, seed=1, power=2))}
+    settings = ReplaySettings(CachePolicy(scoring, by_next_use=True), lookahead)
+    trace = trace_of({table: rows for table, (_, rows) in lookups.items()})
+    found = from_counts(lookups, num_slots, 25, settings, ahead=settings.ahead, grows=True)
+    run = replay_pool(trace, [each.shard for each in found.shards], num_slots, 25, settings)
+    assert rates(found.shards) == pytest.approx(rates(run.late), abs=0.05)
+    if (lookahead, num_slots) == (64, 180):
+        blind = from_counts(lookups, num_slots, 25, settings, grows=True)
+        assert rates(blind.shards)[0] < rates(run.late)[0] - 0.1
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def small_plan(**changes: Any) -> Plan:
 
 def make_prediction(step_seconds: float = 0.01) -> Prediction:
     """Numbers without a meaning."""
-    table = TablePrediction("t0", 0, 128.0, 60.5, 12.25, 3.0, 0.8, None, 4000, 9000)
+    table = TablePrediction("t0", 0, 128.0, 60.5, 12.25, 3.0, 0.8, None, 4000, 9000, long_run_range=(0.2, 0.6))
     rank = RankPrediction(0, {"slots": 2**20}, {"rows": 2**21}, {"fills": 1.5}, {"copies": 0.1}, 0.1, "copies")
     return Prediction("replay", 100, step_seconds, 128 / step_seconds, "copies", (table,), (rank,))
 

@@ -106,7 +106,7 @@ def test_a_plan_is_shown_and_written(files, tmp_path, capsys):
         "Ranks: what moves in a step",
         "Ranks: device memory by use",
         "; first touches are ",
-        "in the long run about ",
+        "; in the long run ",
         "first touches: share of the misses",
         "Reserve: 2.00 GiB of a GPU's memory are left free",
         "2.00 GiB of them lie outside of --device-memory",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -315,6 +316,15 @@ def test_the_picture_explains_its_curves(tmp_path, capsys):
     profile.save(tmp_path / "p.npz")
     assert main(["show", str(tmp_path / "p.npz"), "--png", str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_it_says_whether_counts_last(tmp_path, capsys):
+    profile_of({"t_a": (20_000, skewed(20_000, 30_000))}).save(tmp_path / "p.npz")
+    assert main(["show", str(tmp_path / "p.npz")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    told = re.search(r"tell (\d+)% \(of its first 10%\), .* a replay has (\d+)%", said)
+    assert told is not None
+    assert abs(int(told[1]) - int(told[2])) <= 10
 
 
 def test_ids_are_counted_as_rows_of_their_buckets():
