@@ -27,6 +27,8 @@ from embershard.whole_file import whole_file
 RESULT = "result.json"
 #: Of the file. One without "format" is of format 1.
 FORMAT = 1
+#: Programs are quiet while they take no more than this share of a machine's processor time.
+QUIET = 0.1
 
 
 def _shown(
@@ -280,6 +282,11 @@ def _thread_rows(threads: RankThreads | None, run: RunResult) -> Iterator[Row]:
         yield "threads", f"{threads.count} {'per' if run.world_size > 1 else 'of the'} rank", threads.why
 
 
+def _other_program_rows(share: float | None, run: RunResult) -> Iterator[Row]:
+    if run.is_disturbed:
+        yield "other programs", f"{share:.0%}", "of the processor time: alone on the machine, steps are faster"
+
+
 def _cache_rows(cache: RunCaches | None, run: RunResult) -> Iterable[Row]:
     if cache is None:
         return [("cache", "off", "all embedding rows are on the device")]
@@ -392,6 +399,8 @@ class RunResult:
         followed: of a run that follows a folder.
         device: "cpu" or "cuda".
         threads: of the first rank; None in files of earlier versions.
+        other_programs: share of the processor time that they took since the run began, on the machine where it is
+            largest; None in files of earlier versions.
         cache: None in a run without caches.
         ids: of the tables that take any id, since the run was last resumed.
         changes: settings that resumes changed on request.
@@ -426,6 +435,7 @@ class RunResult:
         metadata=_shown(_speed_rows)
     )  # in the closing table after quality, and before what the rest counts
     threads: RankThreads | None = field(default=None, metadata=_shown(_thread_rows))
+    other_programs: float | None = field(default=None, metadata=_shown(_other_program_rows))
     cache: RunCaches | None = field(metadata=_shown(_cache_rows, _cache_tables))
     look_ahead: LookAheadTotals | None = field(metadata=_shown(_look_ahead_rows))
     sent_bytes: SentTotals = field(metadata=_shown(_sent_rows))
@@ -437,6 +447,11 @@ class RunResult:
     published: PublishedState | None = None
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """True where other programs took so much that steps were slower than the machine's."""
+        return self.other_programs is not None and self.other_programs > QUIET
 
     @property
     def parts(self) -> int:

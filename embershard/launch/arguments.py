@@ -314,9 +314,18 @@ def text_override(key: str, text: str) -> str:
     return f"{key}={toml(text)}"
 
 
+def is_whole(text: str) -> bool:
+    """Return True for digits alone. Python knows those of all scripts, users see the ones they gave.
+
+    >>> is_whole("12"), is_whole("\u0662"), is_whole("1.0")
+    (True, False, False)
+    """
+    return text.isascii() and text.isdecimal()
+
+
 def whole(text: str, least: int = 0) -> int:
     """Read a whole number, `least` or more; a type for argparse."""
-    if not text.isdecimal() or int(text) < least:
+    if not is_whole(text) or int(text) < least:
         raise argparse.ArgumentTypeError(f"got {text!r}; needed a whole number, {least} or more")
     return int(text)
 
@@ -326,7 +335,7 @@ positive = partial(whole, least=1)
 
 def step_or_last(text: str) -> int | Literal["last"]:
     """Read the step of a checkpoint, or `last`; a type for argparse."""
-    if text != "last" and not text.isdecimal():
+    if text != "last" and not is_whole(text):
         raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or last for the newest")
     return "last" if text == "last" else int(text)
 
@@ -371,7 +380,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+    if not (is_whole(first) and is_whole(last) and 1 <= int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"got {text!r}; needed the first and the last step, for instance 20:25")
     return int(first), int(last)
 
@@ -390,7 +399,7 @@ def check_resume(arguments: argparse.Namespace) -> None:
 
 
 def _step(text: str) -> int:
-    if not text.isdecimal():
+    if not is_whole(text):
         raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or nothing for the newest")
     return int(text)
 

@@ -40,6 +40,7 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 #: What later versions added, as a file without it is read.
 NEW = {
+    "other_programs": None,
     "ids": {},
     "label_losses": {},
     "slices": {},

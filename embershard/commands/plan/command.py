@@ -180,6 +180,7 @@ def _memories(text: str) -> list[int]:
 def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
     def parse(text: str) -> list[N]:
         try:
+            text.encode("ascii")  # Python knows the digits of all scripts
             values = [kind(part) for part in text.split(",")]
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"got {text!r}; needed numbers with commas between them") from error

@@ -138,7 +138,7 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
     if max(ranks) > MOST_RANKS:
         raise ConfigError(f"--ranks {max(ranks)}: needed at most {MOST_RANKS}.")
     if any(ratio > 1 for ratio in arguments.ratios or ()):
-        raise ConfigError(f"--ratios {max(arguments.ratios):g}: needed shares of the rows, in (0, 1].")
+        raise ConfigError(f"--ratios {max(arguments.ratios)}: needed shares of the rows, in (0, 1].")
     several = len(ranks) > 1 or len(ratios) > 1 or len(setups) > 1 or arguments.target is not None
     if arguments.simulate or several:
         what = "simulate" if arguments.simulate else "what_if"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from embershard.errors import ConfigError
+from embershard.launch.arguments import is_whole
 from embershard.settings.decoding import toml
 from embershard.training.warm_start import WarmStart
 
@@ -74,7 +75,7 @@ def words_of(start: WarmStart | None) -> list[str]:
 
 
 def _step(text: str) -> int | Literal["best"]:
-    if text != "best" and not text.isdecimal():
+    if text != "best" and not is_whole(text):
         raise argparse.ArgumentTypeError(f"got {text!r}; needed the step of a checkpoint, or best")
     return "best" if text == "best" else int(text)
 

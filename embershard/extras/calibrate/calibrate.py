@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from embershard.errors import ConfigError, SetupError
-from embershard.extras.calibrate.reference_steps import QUIET, Segment, Segments
+from embershard.extras.calibrate.reference_steps import Segment, Segments
 from embershard.launch.launcher import start_ranks
 from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
 from embershard.planning.cost.rates import Rates, StepWork, own_work
 from embershard.planning.cost.topology import Topology, save_topology
 from embershard.planning.recalibrate import fit_rates
+from embershard.run_result import QUIET
 from embershard.settings.decoding import decode
 
 _MODULE = "embershard.extras.calibrate.reference_steps"
@@ -97,6 +98,8 @@ _NO_GPU = (
 )
 #: Segments in which other programs took more than this are of no use.
 _TOO_BUSY = 0.7
+#: Share of the settings without which rates are fitted.
+_MOST_LEFT_OUT = 0.25
 
 
 def run_calibration(
@@ -105,8 +108,8 @@ def run_calibration(
     """Train reference settings with each of these numbers of ranks, on the CPU in fp32, and fit rates to their step
     times. Where the machine has a GPU, it says that this is not measured.
 
-    Takes one to three minutes per number of ranks, more where other programs run. `quick` runs
-    three settings for a few steps: it shows that calibration works here, its rates are rough.
+    Takes one to three minutes per number of ranks, and up to five where other programs run: then the last settings are
+    left out. `quick` runs three settings for a few steps: it shows that calibration works here, its rates are rough.
 
     Args:
         num_ranks: each at least 1.
@@ -114,7 +117,7 @@ def run_calibration(
 
     Raises:
         ConfigError: no number of ranks, or one below 1.
-        SetupError: the ranks failed.
+        SetupError: the ranks failed, or the machine is too busy to measure most settings in time.
     """
     if not num_ranks or min(num_ranks) < 1:
         raise ConfigError(f"--ranks: got {list(num_ranks)}, needed numbers of ranks to calibrate for, each at least 1.")
@@ -125,7 +128,10 @@ def run_calibration(
     busy = 0.0
     for ranks in sorted(set(num_ranks)):
         began = time.perf_counter()
-        measured = summarize(measure(ranks, _segments(ranks, quick)), ranks >= (psutil.cpu_count() or 1))
+        segments = _segments(ranks, quick)
+        measured = summarize(measure(ranks, segments), ranks >= (psutil.cpu_count() or 1))
+        if missing := _missing(ranks, segments, measured):
+            say(console, missing)
         number = {each.setting: number for number, each in enumerate(measured)}
         pairs = [(number[a], number[b]) for a, b in PAIRS if {a, b} <= set(number)]
         expected = own_work(_topology("fewer ranks", rates, busy, quick).rates_for(ranks)) if rates else None
@@ -143,6 +149,28 @@ def run_calibration(
         save_topology(topology, output)
         say(console, f"Written to {output}; use it with embershard plan --topology {output}.")
     return topology
+
+
+def _missing(num_ranks: int, segments: Segments, measured: Sequence[Segment]) -> str:
+    """Return a sentence on the settings for which the time did not suffice; empty where it did.
+
+    Raises:
+        SetupError: they are so many that rates would be guessed.
+    """
+    left_out = [name for name in segments.settings if name not in {each.setting for each in measured}]
+    if not left_out:
+        return ""
+    busy = max((each.foreign for each in measured), default=1.0)
+    said = (
+        f"{num_ranks} ranks: {len(measured)} of {len(segments.settings)} settings were measured in "
+        f"{segments.most_seconds:.0f} s, other programs took up to {busy:.0%} of the processor time"
+    )
+    if len(left_out) > _MOST_LEFT_OUT * len(segments.settings):
+        raise SetupError(
+            f"{said}. That is too few to fit rates to: calibrate when the machine is quiet, for fewer --ranks, or "
+            "roughly (--quick)."
+        )
+    return f"{said}. Left out: {', '.join(left_out)}."
 
 
 def _segments(num_ranks: int, quick: bool) -> Segments:

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 
 from embershard.cache import CacheGrowthWarning
@@ -25,6 +24,7 @@ from embershard.launch.screen import silence_libraries
 from embershard.models import table_name
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import StepWork
+from embershard.run_result import QUIET
 from embershard.settings.decoding import decode
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.memory_model import slots_for
@@ -34,11 +34,11 @@ from embershard.sharding.torchrec import cache_stats
 from embershard.training.arithmetic import rank_threads
 from embershard.training.config import RunConfig
 from embershard.training.fit.model_size import model_size, table_rows
+from embershard.training.parts.counts import ProcessorClock
 from embershard.training.trainer import Trainer
 
-#: A segment counts as quiet while other programs take no more than this share of the machine's processor time.
-QUIET = 0.1
 _PARSE_SECONDS = 0.2
+_SHOWN_SECONDS = 5.0  # at least, between two lines about progress
 _COUNTED = ("unique_ids", "fills", "write_backs", "bytes_to_device", "bytes_to_host")
 
 
@@ -51,6 +51,7 @@ class Segments:
         num_quiet: undisturbed segments that each setting needs.
         skip, steps: uncounted first steps of a segment (other settings ran between), and counted steps.
         seconds: time limit in all, after which no segment is repeated.
+        most_seconds: after which none begins: settings that were not measured by then are left out.
         sharding: name -> sharding types of the tables in turn, where not all are "table_wise".
         resident: names of those whose tables have no caches, by their plan.
         plans: name -> file of the plan to obey, in place of `sharding`.
@@ -61,6 +62,7 @@ class Segments:
     skip: int
     steps: int
     seconds: float
+    most_seconds: float = 300.0
     sharding: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     resident: Sequence[str] = ()
     plans: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -110,9 +112,9 @@ class _Timed:
         self._run(skip)
         self._lookups.clear()
         self._distinct.clear()
-        counts, clock = self._counts(), _Clock()
+        counts, clock = self._counts(), ProcessorClock()
         seconds = self._run(steps)
-        foreign = clock.foreign(self._ranks)
+        foreign = clock.taken_by_others(self._ranks)
         per_step = {name: (now - counts[name]) / steps for name, now in self._counts().items()}
         mean = StepWork.mean(self._ranks.all_gather_objects(self._work(steps, per_step)))
         return Segment(self.name, median(seconds), mean, foreign)
@@ -240,43 +242,42 @@ def _input_seconds(config: RunConfig) -> float:
         return (time.thread_time() - began) / batches
 
 
-class _Clock:
-    """Measures the processor time of this machine and of these ranks, from now on."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter(), _busy_seconds(), time.process_time()
-
-    def foreign(self, ranks: Ranks) -> float:
-        """Return the share that other programs took until now, the same on all ranks. Collective."""
-        now = time.perf_counter(), _busy_seconds(), time.process_time()
-        wall, busy, own = (after - before for after, before in zip(now, self._began, strict=True))
-        of_all = sum(ranks.all_gather_objects(own))
-        share: float = ranks.from_first(lambda: (busy - of_all) / (wall * (psutil.cpu_count() or 1)))
-        return max(0.0, share)
-
-
-def _busy_seconds() -> float:
-    times = psutil.cpu_times()
-    return float(sum(getattr(times, name, 0.0) for name in ("user", "system", "nice", "irq", "softirq", "steal")))
-
-
 def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
     """Measure all segments, settings in turn: so passing load on the machine meets all of them. Collective."""
-    ends = time.perf_counter() + plan.seconds
-    timed = [_Timed(name, plan, ranks) for name in plan.settings]
-    found: list[Segment] = []
-    quiet = dict.fromkeys(plan.settings, 0)
+    began, found = time.perf_counter(), list[Segment]()
+
+    def is_late(seconds: float) -> bool:
+        return ranks.from_first(lambda: time.perf_counter() > began + seconds)
+
+    # Each is measured as soon as it is built: of what does not fit the time, the first settings are whole.
+    timed, quiet, shown = list[_Timed](), dict.fromkeys(plan.settings, 0), began
     for turn in range(sys.maxsize):
-        waiting = [each for each in timed if quiet[each.name] < plan.num_quiet]
-        is_late = ranks.from_first(lambda: time.perf_counter() > ends)
-        if not waiting or (turn >= plan.num_quiet and is_late):
+        waiting = [name for name in plan.settings if quiet[name] < plan.num_quiet]
+        if not waiting or (turn >= plan.num_quiet and is_late(plan.seconds)) or is_late(plan.most_seconds):
             break
-        for each in waiting:
-            found.append(each.measure(plan.skip, plan.steps))
-            quiet[each.name] += found[-1].foreign <= QUIET
+        for number, name in enumerate(waiting):
+            if is_late(plan.most_seconds):
+                break
+            if turn == 0:
+                timed.append(_Timed(name, plan, ranks))
+            (setting,) = (each for each in timed if each.name == name)
+            found.append(setting.measure(plan.skip, plan.steps))
+            quiet[name] += found[-1].foreign <= QUIET
+            if ranks.is_first and time.perf_counter() > shown + _SHOWN_SECONDS:
+                shown = time.perf_counter()
+                _show_progress(turn, number, len(waiting), found[-1])
     for each in timed:
         each.close()
     return found
+
+
+def _show_progress(turn: int, number: int, waiting: int, segment: Segment) -> None:
+    print(
+        f"Round {turn + 1}, {number + 1} of {waiting} settings ({segment.setting}): {segment.step_seconds * 1e3:.1f} "
+        f"ms a step, other programs took {segment.foreign:.0%} of the processor time",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -181,7 +181,7 @@ def compare(plan: Plan, run: RunResult) -> PlanComparison:
         _hit_rate_verdict("hit rate per unique id", tables, lambda table: table.traffic.hit_rate_unique),
         _device_verdict(ranks),
         _sent_verdict(sent_bytes),
-        _step_verdict(step_seconds),
+        _step_verdict(step_seconds, run),
     )
     return PlanComparison(
         predicted_steps=prediction.num_steps,
@@ -354,11 +354,16 @@ def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> PromiseVerdict:
     return PromiseVerdict(what, 100 * errors[worst], promised, "%", detail)
 
 
-def _step_verdict(step_seconds: Pair) -> PromiseVerdict:
+def _step_verdict(step_seconds: Pair, run: RunResult) -> PromiseVerdict:
     error, promised = step_seconds.relative_error, 100 * PROMISED_STEP_TIME
     if error is None or step_seconds.predicted is None or step_seconds.measured is None:
         return PromiseVerdict("step time", None, promised, "%", "no step was timed")
     detail = f"{1e3 * step_seconds.predicted:.2f} ms predicted, {1e3 * step_seconds.measured:.2f} ms measured (median)"
+    if run.is_disturbed:
+        detail += (
+            f"; other programs took {run.other_programs:.0%} of the processor time, so it says little: train again"
+        )
+        return PromiseVerdict("step time", None, promised, "%", detail)
     return PromiseVerdict("step time", 100 * abs(error), promised, "%", detail)
 
 

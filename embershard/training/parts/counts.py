@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from embershard.cache.file.file_counts import FileCounts
@@ -128,6 +132,30 @@ def look_ahead_totals(
     )
 
 
+class ProcessorClock:
+    """Measures what other programs take of the processor time of all ranks' machines, from now on."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def taken_by_others(self, ranks: Ranks) -> float:
+        """Return their share until now, of the machine where it is largest; the same on all ranks. Collective."""
+        found: list[list[float]] = ranks.all_gather_objects((self._now() - self._began).tolist())
+        shares = [0.0]
+        for first in range(0, len(found), ranks.local_world_size):
+            of_machine = found[first : first + ranks.local_world_size]
+            in_all, busy, _ = of_machine[0]
+            shares.append((busy - sum(own for *_, own in of_machine)) / max(in_all, 1e-9))
+        return max(shares)
+
+    @staticmethod
+    def _now() -> NDArray[np.float64]:
+        """Return seconds so far: of all cores, of those that were busy, and of this process."""
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, name, 0.0) for name in ("user", "system", "nice", "irq", "softirq", "steal"))
+        return np.array([time.perf_counter() * (psutil.cpu_count() or 1), busy, time.process_time()])
+
+
 class TrafficReader:
     """Reads what all ranks have sent since it was made. Its methods are collective, and their own messages count as
     `other`."""
@@ -167,6 +195,7 @@ class StepMetrics(Part):
     def after_build(self) -> None:
         self.cache_reader = CacheReader(self.run.model, self.run.ranks)
         self.traffic_reader = TrafficReader(self.run.ranks)
+        self._processor = ProcessorClock()
         self._begin()
 
     def _begin(self) -> None:
@@ -219,6 +248,7 @@ class StepMetrics(Part):
             "cache": self.cache_reader.totals(None if run.plan else run.config.cache.slot_ratio),
             "look_ahead": look_ahead_totals(run.upcoming.stats(), run.ranks, files),
             "sent_bytes": self.traffic_reader.totals(),
+            "other_programs": self._processor.taken_by_others(run.ranks),
         }
 
     def end(self, step: int) -> EndReport:

@@ -130,6 +130,16 @@ def test_the_step_time_promises_twenty_percent_of_what_was_measured(milliseconds
     assert found.is_step_time_off is not kept
 
 
+@pytest.mark.parametrize(("share", "kept"), [(None, False), (0.05, False), (0.4, None)])
+def test_a_step_beside_other_programs_is_not_judged(share, kept):
+    """Nor is its user told to recalibrate."""
+    plan = predicted_plan(step_seconds=0.010)
+    found = compared(plan, result_of(plan, step_ms={"p50": 30.0}, other_programs=share))
+    assert verdict(found, "step time").kept is kept
+    assert found.is_step_time_off is (kept is False)
+    assert ("other programs took 40% of the processor time" in verdict(found, "step time").detail) is (kept is None)
+
+
 def test_what_was_not_measured_has_no_verdict():
     plan = predicted_plan()
     found = compared(plan, without_cache(result_of(plan, step_ms={"p50": None})))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +19,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import CacheConfig, CachedEmbeddingBagCollectionSharder, cache_stats, plan_sharding
+from embershard.distributed import Ranks
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.training.parts.counts import CacheReader
+from embershard.training.parts.counts import CacheReader, ProcessorClock
 
 
 class Model(nn.Module):
@@ -105,3 +109,18 @@ def test_a_report_of_different_names_has_no_modules(ranks):
     totals = CacheReader(train({"user": {"id": 40}, "item": {"shop": 60}}, {"user": {"id": 5}}), ranks).totals(0.5)
     assert list(totals.tables) == ["id", "shop"]
     assert sorted(pool.tables for pool in totals.ranks[0].pools) == [("id",), ("shop",)]
+
+
+def test_what_other_programs_take_is_a_share_of_the_cores_of_a_machine(monkeypatch):
+    """Of four cores: 6 of 40 seconds are this rank's and another's, 14 those of others; the busier machine counts."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    seconds = iter([100.0, 110.0])
+    busy, own = iter([50.0, 70.0]), iter([7.0, 11.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(time, "process_time", lambda: next(own))
+    monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(user=next(busy), idle=1e6))
+    clock = ProcessorClock()
+    ranks = Ranks(rank=0, world_size=4, local_rank=0, local_world_size=2, device=torch.device("cpu"))
+    others = [[40.0, 20.0, 2.0], [40.0, 8.0, 4.0], [40.0, 8.0, 4.0]]
+    monkeypatch.setattr(Ranks, "all_gather_objects", lambda _, mine: [mine, *others])
+    assert clock.taken_by_others(ranks) == pytest.approx(14 / 40)

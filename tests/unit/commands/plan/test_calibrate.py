@@ -12,7 +12,7 @@ from rich.console import Console
 
 from embershard.distributed import process_group
 from embershard.errors import ConfigError, SetupError
-from embershard.extras.calibrate import calibrate
+from embershard.extras.calibrate import calibrate, reference_steps
 from embershard.extras.calibrate.calibrate import REFERENCE, reference_setting, run_calibration, summarize
 from embershard.extras.calibrate.reference_steps import Segment, Segments, measure, simple_plan
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
@@ -103,11 +103,32 @@ def test_a_machine_with_a_gpu_is_told_that_its_cpu_is_measured(told, monkeypatch
 
 
 def test_a_busy_machine_is_named(told, monkeypatch) -> None:
-    monkeypatch.setattr(calibrate, "measure", lambda *_: [segment(foreign=0.3)])
+    monkeypatch.setattr(calibrate, "measure", lambda _, asked: [segment(name, foreign=0.3) for name in asked.settings])
     shown = io.StringIO()
     assert "up to 30%" in run_calibration([1], console=Console(file=shown, width=200)).source
     assert "Other programs used up to 30%" in shown.getvalue()
     assert "Calibrate again when it is quiet" in shown.getvalue()
+
+
+def test_settings_that_a_busy_machine_leaves_no_time_for_are_named(told, monkeypatch) -> None:
+    """Rates are fitted without a few of them, and not from few."""
+
+    def first(share: float) -> io.StringIO:
+        def fake(_: int, asked: Segments) -> list[Segment]:
+            names = list(asked.settings)
+            return [segment(name, foreign=0.6) for name in names[: round(share * len(names))]]
+
+        monkeypatch.setattr(calibrate, "measure", fake)
+        shown = io.StringIO()
+        run_calibration([1], console=Console(file=shown, width=2000))
+        return shown
+
+    assert "other programs took up to 60% of the processor time. Left out: " in first(0.9).getvalue()
+    assert "Left out" not in first(1.0).getvalue()
+    with pytest.raises(SetupError, match=r"settings were measured in 300 s.*too few.*when the machine is quiet"):
+        first(0.5)
+    with pytest.raises(SetupError, match=r"^1 ranks: 0 of "):
+        first(0.0)
 
 
 def test_a_quick_calibration_says_that_it_is_rough(told) -> None:
@@ -165,7 +186,7 @@ def test_ranks_that_fail_are_an_error(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_work_is_counted_in_steps_that_ran(tmp_path) -> None:
+def test_work_is_counted_in_steps_that_ran(tmp_path, monkeypatch, capsys) -> None:
     small = {"data.synthetic.scale": 1e-4, "data.synthetic.bag_sizes": [2], "train.batch_size": 32}
     at_once = {"look_ahead.lookahead": 0, "cache.policy": "lfu", "cache.ratio": 0.5}  # each step plans its own batch
     settings = {
@@ -176,8 +197,12 @@ def test_work_is_counted_in_steps_that_ran(tmp_path) -> None:
     all_rows = decode(RunConfig, reference_setting({**small, **at_once, "cache.ratio": 1.0}))
     simple_plan(all_rows, ("table_wise",), 1).save(tmp_path / "plan.json")
     plans = {"planned": str(tmp_path / "plan.json")}
+    monkeypatch.setattr(reference_steps, "_SHOWN_SECONDS", -1.0)
+    asked = Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0, plans=plans)
     with process_group("cpu") as ranks:
-        found = measure(Segments(settings, num_quiet=1, skip=1, steps=3, seconds=0, plans=plans), ranks)
+        found = measure(asked, ranks)
+        assert measure(dataclasses.replace(asked, most_seconds=0.0), ranks) == []
+    assert "Round 1, 2 of 3 settings (stock): " in capsys.readouterr().err
     cached, stock, planned = (next(each for each in found if each.setting == name) for name in settings)
     assert planned.work.planned_ids == cached.work.planned_ids
     assert planned.work.fills < cached.work.fills  # the plan keeps all rows

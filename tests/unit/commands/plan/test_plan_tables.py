@@ -114,6 +114,8 @@ def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
     [
         (("--price", "1,2"), "--price: got 2 prices for 1 machines, needed one for each, or one."),
         (("--price", "0"), "needed numbers above 0"),
+        (("--ranks", "\u0662"), "needed numbers with commas"),
+        (("--ratios", "1.0000001"), "--ratios 1.0000001: needed shares"),
         (("--target", "fast"), "got 'fast'; needed samples a second, for instance 5M/s"),
         (("--target", "0"), "needed samples a second"),
         (("--topology", "h200x8,h200x8"), "needed names of machines with commas between them, each once"),
