@@ -52,14 +52,17 @@ class Bound:
     Attributes:
         step_seconds: of a step.
         fixed_seconds: of them, what a step takes without any sharded table.
+        own_seconds: of GPUs alone, where both others are beside a host.
     """
 
     step_seconds: float
     fixed_seconds: float
+    own_seconds: float | None = None
 
     def beside(self, host_seconds: float) -> Bound:
         """Return the bound of GPUs beside a host that takes so long for a step."""
-        return Bound(max(self.step_seconds, host_seconds), max(self.fixed_seconds, host_seconds))
+        seconds, fixed = max(self.step_seconds, host_seconds), max(self.fixed_seconds, host_seconds)
+        return Bound(seconds, fixed, self.step_seconds)
 
     def gap(self, step_seconds: float) -> float:
         """Return how much longer a step takes, relative to the bound. Below 0 the bound is none."""
@@ -331,14 +334,19 @@ _MOST_RANKS = 256  # replays of more take seconds
 def certificate(quick: Prediction, bound: Bound, rates: Rates, shape: RunShape) -> PlanBound:
     """Return the bound of a plan with this prediction, from counts alone."""
     slowest = max(quick.ranks, key=lambda rank: rank.step_seconds)
-    works = [StepWork(**rank.work) for rank in quick.ranks]
+    works, pipeline = [StepWork(**rank.work) for rank in quick.ranks], Pipeline.of_run(shape)
+    own_gap = None
+    if bound.own_seconds:
+        without_host = replace(rates, step_overhead_seconds=0.0)
+        own_gap = replay_steps(works, without_host, pipeline).step_seconds / bound.own_seconds - 1
     return PlanBound(
         step_seconds=quick.step_seconds,
         least_seconds=bound.step_seconds,
         fixed_seconds=bound.fixed_seconds,
         rank=slowest.rank,
         stage=quick.bottleneck,
-        change=_smallest_change(works, rates, Pipeline.of_run(shape)) if len(works) <= _MOST_RANKS else "",
+        change=_smallest_change(works, rates, pipeline) if len(works) <= _MOST_RANKS else "",
+        own_gap=own_gap,
     )
 
 

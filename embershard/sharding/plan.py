@@ -196,6 +196,8 @@ class PlanBound:
         fixed_seconds: of a step without sharded tables.
         rank, stage: the slowest rank, and what takes most of its step.
         change: of the machine, the smallest that makes a step 5 % shorter; empty: none does, or it is not known.
+        own_gap: on GPUs, how much longer they take than the least that they could, beside a host that takes no time;
+            None: on a CPU, and in plans of earlier versions.
     """
 
     step_seconds: float
@@ -204,6 +206,7 @@ class PlanBound:
     rank: int
     stage: str
     change: str
+    own_gap: float | None = None
 
     @property
     def is_valid(self) -> bool:
@@ -223,7 +226,10 @@ class PlanBound:
         part = f" ({100 * over / of_tables:.1f} % of what depends on the tables)" if of_tables > 0 else ""
         gap = 100 * over / self.least_seconds if self.least_seconds > 0 else 0.0
         covered = "of these sharding types, without more copies of tables"
-        return f"Within {gap:.1f} % of the best plan {covered}, under this cost model{part}."
+        within = f"Within {gap:.1f} % of the best plan {covered}, under this cost model{part}."
+        if self.own_gap is None or 100 * self.own_gap < 100 * gap + 0.1:
+            return within
+        return f"{within} That is beside the host's thread: the GPUs' own work is within {100 * self.own_gap:.1f} %."
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from embershard.planning.cost import work as formulas
 from embershard.planning.cost.dense import SMALL_KERNELS, dense_work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
 from embershard.planning.cost.topology import load_topology
-from embershard.planning.make_plan import best_candidate
+from embershard.planning.make_plan import best_candidate, make_plan
 from embershard.planning.request import Budget
 from embershard.settings.decoding import decode
 from embershard.sharding.sizes import ModelSize, TableSize
-from tests.unit.planning.requests import make_request
+from tests.unit.planning.requests import make_request, tight_task
 
 DLRM = DenseSize("dlrm", 13, 26, 128, (512, 256, 128), (1024, 1024, 512, 256, 1))
 
@@ -101,3 +101,20 @@ def test_work_in_plans_of_before_is_read() -> None:
     old = {"dense_flops": 1e9, "embedding_bytes": 1e6, "sent_id_bytes": 10.0, "sent_embedding_bytes": 20.0}
     found = decode(StepWork, old)
     assert (found.all_to_all_bytes, found.network_id_bytes, found.launches) == (30.0, 0, 0)
+
+
+@pytest.mark.slow
+def test_beside_a_host_the_gpus_own_gap_is_told() -> None:
+    """A step as long as the host's is no longer than the least, whatever the GPUs do: their own gap is that of a plan
+    without the host."""
+    request = tight_task(2)
+    slow = make_plan(replace(request, rates=replace(request.rates, step_overhead_seconds=1.0)))
+    assert slow.bound is not None
+    assert slow.bound.step_seconds == pytest.approx(slow.bound.least_seconds)
+    alone = make_plan(request)
+    assert alone.bound is not None
+    gap = alone.bound.step_seconds / alone.bound.least_seconds - 1
+    assert gap > 0.01, "else the test shows nothing"
+    assert slow.bound.own_gap == pytest.approx(gap)
+    assert f"the GPUs' own work is within {100 * gap:.1f} %" in slow.bound.sentence
+    assert "the host's thread" not in alone.bound.sentence
