@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 from embershard.errors import ConfigError
 
 N = TypeVar("N", bound="Amounts")
-#: Number formats of dense layers: the values of `train.precision` that are not refused.
-Precision = Literal["fp32", "tf32", "bf16", "fp64"]
+#: Number formats of dense layers: what `train.precision` may be, and fp16, in which others train.
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp64"]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Bandwidths(Amounts):
 
     Attributes:
         flops: floating-point operations in fp32, without TF32.
-        tf32_flops, bf16_flops, fp64_flops: of matrix products in that format, not of sparse matrices; 0: not known.
+        tf32_flops, ...: of products of matrices in that format that are not sparse; 0: not known.
         host_memory_bytes: of the node.
         to_device_bytes, to_host_bytes: host link, each way.
         node_bytes: sent by a rank to the others of its node.
@@ -47,11 +47,12 @@ class Bandwidths(Amounts):
     network_bytes: float = 0
     tf32_flops: float = 0
     bf16_flops: float = 0
+    fp16_flops: float = 0
     fp64_flops: float = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tf32_flops", "bf16_flops", "fp64_flops"):
+        for name in ("tf32_flops", "bf16_flops", "fp16_flops", "fp64_flops"):
             value = getattr(self, name)
             _need(value == 0 or value >= _LEAST_SPEED, f"Bandwidths.{name}", value, f"{_LEAST_SPEED:g} or more, or 0")
 

@@ -241,7 +241,7 @@ def test_a_figure_that_is_none_is_refused_with_file_and_key(tmp_path) -> None:
     file = tmp_path / "machine.toml"
     sizes = ("ranks_per_node", "num_nodes", "device_memory_bytes", "host_memory_bytes")
     costs = [f"x.assumptions.{name}" for name, least, _ in limits(Assumptions) if not least]
-    unknown = [f"x.bandwidths.{name}_flops" for name in ("tf32", "bf16", "fp64")]
+    unknown = [f"x.bandwidths.{name}_flops" for name in ("tf32", "bf16", "fp16", "fp64")]
     keys = [f"x.{name}" for name in sizes]
     keys += [f"x.bandwidths.{name}" for name, _, _ in limits(Bandwidths)]
     keys += [f"x.assumptions.{name}" for name, _, _ in limits(Assumptions)]
