@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.sharding.sizes import ModelSize
@@ -18,14 +17,6 @@ _BLOCKS = 128
 #: Kernels of a step that are neither of the layers nor of their activations: exchange, lookups, loss, optimizer. A step
 #: of TorchRec's with 26 tables has 171 operations of torch (benchmarks/host_thread.py), about 60 of them of layers.
 SMALL_KERNELS = 110
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """Operations, as if no multiprocessor waited, and bytes that are read and written."""
-
-    flops: float
-    moved_bytes: float
 
 
 def dense_work(model: ModelSize, batch_size: int, number_bytes: float, rates: Rates) -> StepWork:
@@ -46,30 +37,26 @@ def dense_work(model: ModelSize, batch_size: int, number_bytes: float, rates: Ra
             launches=SMALL_KERNELS,
         )
     flops = moved = launches = 0.0
-    for kernel in _kernels(model, batch_size, number_bytes):
-        seconds = kernel.flops * rates.seconds_per_flop, kernel.moved_bytes * rates.seconds_per_activation_byte
+    for operations, moved_bytes in _kernels(model, batch_size, number_bytes):
+        seconds = operations * rates.seconds_per_flop, moved_bytes * rates.seconds_per_activation_byte
         if max(seconds) < rates.seconds_per_launch:
             launches += 1
         elif seconds[0] >= seconds[1]:
-            flops += kernel.flops
+            flops += operations
         else:
-            moved += kernel.moved_bytes
+            moved += moved_bytes
     return StepWork(dense_flops=flops, activation_bytes=moved, launches=launches + SMALL_KERNELS)
 
 
-def _kernels(model: ModelSize, batch_size: int, number_bytes: float) -> Iterator[_Kernel]:
-    """Yield three products for each layer (the output, the gradients of its input and of its weights), and the kernels
-    that pass over activations."""
+def _kernels(model: ModelSize, batch_size: int, number_bytes: float) -> Iterator[tuple[float, float]]:
+    """Yield the operations, as if no multiprocessor waited, and the bytes that are read and written: of three products
+    for each layer (the output, the gradients of its input and of its weights), and of kernels over activations."""
     for inputs, outputs in model.products:
         moved = number_bytes * (batch_size * (inputs + outputs) + inputs * outputs)
-        for rows, columns, inner in (
-            (batch_size, outputs, inputs),
-            (batch_size, inputs, outputs),
-            (inputs, outputs, batch_size),
-        ):
-            yield _Kernel(2 * batch_size * inputs * outputs / _share_at_work(rows, columns, inner), moved)
+        for shape in ((batch_size, outputs, inputs), (batch_size, inputs, outputs), (inputs, outputs, batch_size)):
+            yield 2 * batch_size * inputs * outputs / _share_at_work(*shape), moved
     for numbers in model.passes:
-        yield _Kernel(0.0, number_bytes * numbers * batch_size)
+        yield 0.0, number_bytes * numbers * batch_size
 
 
 def _share_at_work(rows: int, columns: int, inner: int) -> float:

@@ -358,15 +358,15 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
     _need(speed > 0, f"Bandwidths.{topology.precision}_flops", speed, needed)
     local = min(num_ranks, topology.ranks_per_node)
     sharing = local if topology.device == "cpu" else 1
-    device = _inverse(peak.device_memory_bytes * share.device_memory) * sharing
-    streamed = 2 * device if topology.device == "cpu" else _inverse(peak.device_memory_bytes * share.streaming)
+    device = 1 / (peak.device_memory_bytes * share.device_memory) * sharing
+    streamed = 2 * device if topology.device == "cpu" else 1 / (peak.device_memory_bytes * share.streaming)
     linked = 1.0 if topology.device == "cpu" else min(local, share.ranks_per_host_link)
-    host = _inverse(peak.host_memory_bytes * share.host_memory) * local
-    within = _inverse(peak.node_bytes * share.node_link) * sharing
-    across = _inverse(peak.network_bytes * share.network) * sharing if num_ranks > local else 0.0
+    host = 1 / (peak.host_memory_bytes * share.host_memory) * local
+    within = 1 / (peak.node_bytes * share.node_link) * sharing
+    across = 1 / (peak.network_bytes * share.network) * sharing if num_ranks > local else 0.0
     outside = num_ranks > local
     return Rates(
-        seconds_per_flop=_inverse(speed * share.flops) * sharing,
+        seconds_per_flop=1 / (speed * share.flops) * sharing,
         seconds_per_activation_byte=streamed,
         seconds_per_launch=0.0 if topology.device == "cpu" else share.launch_seconds,
         seconds_per_update_byte=_UPDATE_PASSES * (device if topology.device == "cpu" else streamed),
@@ -376,22 +376,18 @@ def _estimate(topology: Topology, num_ranks: int) -> Rates:
         seconds_per_unique_id=share.row_access_bytes * device,
         seconds_per_fill=share.row_access_bytes * host,
         seconds_per_write_back=share.row_access_bytes * host,
-        seconds_per_byte_to_device=max(host, linked * _inverse(peak.to_device_bytes * share.host_link)),
-        seconds_per_byte_to_host=max(host, linked * _inverse(peak.to_host_bytes * share.host_link)),
+        seconds_per_byte_to_device=max(host, linked / (peak.to_device_bytes * share.host_link)),
+        seconds_per_byte_to_host=max(host, linked / (peak.to_host_bytes * share.host_link)),
         seconds_per_all_to_all_byte=within,
         seconds_per_network_byte=across if outside else within,
         # A ring enters and leaves each node once per rank of it, over all of its network links.
         seconds_per_all_reduce_byte=max(within, across / local),
         seconds_per_collective=share.message_seconds * (num_ranks - 1)
         + (share.network_collective_seconds if outside else share.collective_seconds),
-        seconds_per_input_second=1 if topology.device == "cpu" else _inverse(share.input_threads),
+        seconds_per_input_second=1 if topology.device == "cpu" else 1 / share.input_threads,
         step_overhead_seconds=share.step_overhead_seconds
         + (share.collective_host_seconds if num_ranks > 1 and topology.device == "cuda" else 0.0),
     )
-
-
-def _inverse(per_second: float) -> float:
-    return 1 / per_second
 
 
 def _need(holds: bool, key: str, got: Any, needed: str) -> None:
