@@ -13,7 +13,7 @@ from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.dense import SMALL_KERNELS, dense_work
 from embershard.planning.cost.rates import Rates, StepWork, step_parts
-from embershard.planning.cost.topology import load_topology
+from embershard.planning.cost.topology import load_topology, save_topology
 from embershard.planning.make_plan import best_candidate, make_plan
 from embershard.planning.request import Budget
 from embershard.settings.decoding import decode
@@ -81,6 +81,24 @@ def test_a_format_without_a_speed_is_refused() -> None:
     assert volta.at("bf16").precision == "fp32", "V100s have none"
     with pytest.raises(ConfigError, match=r"Bandwidths\.bf16_flops: got 0.*needed the operations of dense layers"):
         replace(volta, precision="bf16").rates_for(1)
+    fp32, fp16 = (volta.at(name).rates_for(1).seconds_per_flop for name in ("fp32", "fp16"))
+    assert fp32 / fp16 == pytest.approx(125 / 15.7), "but fp16, in which others train"
+
+
+@pytest.mark.slow
+def test_a_program_without_a_hosts_thread_is_a_machines_file(tmp_path) -> None:
+    """Steps of CUDA graphs, say: its assumptions are 0, and a step is the GPUs' alone."""
+    h100 = load_topology("h100x2")
+    own = replace(h100.assumptions, step_overhead_seconds=0.0, collective_host_seconds=0.0)
+    save_topology(replace(h100, name="graphs", assumptions=own), tmp_path / "graphs.toml")
+    graphs = load_topology(str(tmp_path / "graphs.toml"))
+    request = make_request(Budget(device_bytes=10**9), topology=h100, rates=h100.rates_for(2))
+    with_host, without = (
+        best_candidate(replace(request, topology=each, rates=each.rates_for(2))) for each in (h100, graphs)
+    )
+    assert without.tables == with_host.tables
+    assert with_host.step_seconds == pytest.approx(6.3e-3)
+    assert without.step_seconds < 2e-3
 
 
 @pytest.mark.slow
