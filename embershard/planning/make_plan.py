@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.budget import LeastNeed, device_memory, least_needs, mixed_need, need_of, resident_needs
+from embershard.planning.cost.back_test import caches_note
 from embershard.planning.cost_arrays import CostArrays, cost_arrays
 from embershard.planning.exchange import exchange_notes
 from embershard.planning.local_search import Placed, local_search
@@ -424,8 +425,10 @@ def _greedy(weights: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> list[str]:
-    workload, shape = request.workload, request.workload.shape
-    notes = [] if request.topology is None else [request.topology.error_note(exact.bottleneck)]
+    workload, shape, machine = request.workload, request.workload.shape, request.topology
+    notes = [] if machine is None else [machine.error_note(exact.bottleneck)]
+    if machine is not None and machine.device == "cuda" and not machine.rates and candidate.slots:
+        notes.append(caches_note(exact.planning_seconds))
     if exact.method == "counts" and candidate.slots:
         notes.append(
             "Hit rates are from counts alone, in the long run: the profile's trace has too few batches of "

@@ -172,6 +172,11 @@ class Prediction:
         return hits / lookups if lookups else None
 
     @property
+    def planning_seconds(self) -> float:
+        """Of a step, in which the slowest rank finds slots in its caches."""
+        return max((rank.seconds.get("planning", 0.0) for rank in self.ranks), default=0.0)
+
+    @property
     def most_device_bytes(self) -> int:
         """Device memory of the fullest rank."""
         return max((rank.total_device_bytes for rank in self.ranks), default=0)

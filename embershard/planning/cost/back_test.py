@@ -48,9 +48,20 @@ PUBLIC_POINTS = tuple(
 )
 #: Median and largest error of `python -m benchmarks.simulator_back_test`: step times on a calibrated CPU.
 CALIBRATED_MEDIAN, CALIBRATED_LARGEST, CALIBRATED_CASES = 0.052, 0.179, 21
+#: How many times as long as told for ours FBGEMM's cache takes for an id on an H100: 2.9 ns for 0.28
+#: (benchmarks/kernel_points.py). No GPU has measured ours.
+UNMEASURED = 10
 _DO_NOT_BUY = "Do not choose or buy machines by it: measure them"
 _CALIBRATE = f"{_DO_NOT_BUY}, with embershard plan --calibrate."
 _RECALIBRATE = f"{_DO_NOT_BUY}, by a run there (embershard report --recalibrate)."
+
+
+def caches_note(seconds: float) -> str:
+    """Return the sentence on the caches of a plan for GPUs, which find slots in so many seconds of a step."""
+    return (
+        f"No GPU has measured these caches: finding slots is told to take {1e3 * seconds:.2g} ms of a step, and "
+        f"the range of the step has {UNMEASURED} times that, as published of FBGEMM's cache."
+    )
 
 
 def error_note(limit: str, *, is_calibrated: bool, is_gpu: bool) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from embershard.planning.cost import back_test
-from embershard.planning.cost.back_test import PUBLIC_POINTS, error_note
+from embershard.planning.cost.back_test import PUBLIC_POINTS, caches_note, error_note
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget
@@ -79,3 +80,19 @@ def test_a_plan_carries_it() -> None:
     request = make_request(Budget(ratio=0.1), topology=load_topology("h100x2"))
     plan = make_plan(request)
     assert error_note(plan.prediction.bottleneck, is_calibrated=False, is_gpu=True) in plan.notes
+
+
+@pytest.mark.slow
+def test_a_plan_with_caches_on_a_gpu_says_that_none_has_measured_them() -> None:
+    """In one sentence, with the part of the step that it is about."""
+    gpu = load_topology("h100x2")
+    measured = replace(gpu, rates={2: gpu.rates_for(2)})
+    few, all_rows = Budget(ratio=0.1), Budget(device_bytes=10**10)
+    cases = (few, gpu), (all_rows, gpu), (few, measured)
+    plans = [make_plan(make_request(each, topology=machine)) for each, machine in cases]
+    said = [[note for note in plan.notes if "No GPU has measured these caches" in note] for plan in plans]
+    assert [len(notes) for notes in said] == [1, 0, 0]
+    told = plans[0].prediction.planning_seconds
+    assert said[0] == [caches_note(told)]
+    assert f"is told to take {1e3 * told:.2g} ms of a step" in said[0][0]
+    assert said[0][0].count(".") == 2, "one sentence, and a number"

@@ -9,6 +9,7 @@ import pytest
 
 from embershard.planning import uncertainty as module
 from embershard.planning.cost import topology as topologies
+from embershard.planning.cost.back_test import UNMEASURED
 from embershard.planning.cost.topology import Assumptions, load_topology, read_topologies
 from embershard.planning.make_plan import make_plan
 from embershard.planning.predict import predict
@@ -74,13 +75,14 @@ def test_the_interval_is_within_the_ends_of_all_constants_and_the_same_every_tim
         ends = sorted([(effect.low_seconds, effect.low), (effect.high_seconds, effect.high)])
         fast, slow = (effect.constant.set_to(*pair) for pair in zip((fast, slow), (v for _, v in ends), strict=True))
     steps = module._Steps(request.workload, prediction)
-    assert steps.seconds(fast) < found.low_seconds < prediction.step_seconds < found.high_seconds < steps.seconds(slow)
+    slowest = steps.seconds(slow) + (UNMEASURED - 1) * prediction.planning_seconds
+    assert steps.seconds(fast) < found.low_seconds < prediction.step_seconds < found.high_seconds < slowest
     assert found == uncertainty(request.workload, prediction, MACHINE)
 
 
 @pytest.mark.slow
 def test_what_is_certain_has_no_interval(monkeypatch):
-    """The control: constants without a range leave the step as it is."""
+    """The control: constants without a range leave the step as it is; what no GPU has measured is ten times as long."""
     request = request_for()
     prediction = make_plan(request).prediction
     assert prediction is not None
@@ -88,7 +90,16 @@ def test_what_is_certain_has_no_interval(monkeypatch):
     monkeypatch.setattr(module, "CONSTANTS", exact)
     found = uncertainty(request.workload, prediction, MACHINE)
     assert not found.effects
-    assert found.low_seconds == found.high_seconds == pytest.approx(prediction.step_seconds, rel=1e-9)
+    assert found.low_seconds == pytest.approx(prediction.step_seconds, rel=1e-9)
+    slots = max(rank.seconds["planning"] for rank in prediction.ranks)
+    assert slots > 0
+    assert found.high_seconds == pytest.approx(prediction.step_seconds + 9 * slots, rel=1e-9)
+    on_cpu = uncertainty(request.workload, prediction, replace(MACHINE, device="cpu"))
+    assert on_cpu.low_seconds == on_cpu.high_seconds, "caches were measured on CPUs"
+    without = make_plan(make_request(Budget(device_bytes=10**10), request.workload, rates=request.rates)).prediction
+    assert without is not None
+    found = uncertainty(request.workload, without, MACHINE)
+    assert found.low_seconds == found.high_seconds, "there is no cache"
 
 
 @pytest.mark.slow
