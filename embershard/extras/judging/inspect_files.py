@@ -21,7 +21,7 @@ from embershard.data.sources.table.survey import ColumnSurvey
 from embershard.data.sources.table.text_forms import describe
 from embershard.data.sources.table.whole_columns import common_schema
 from embershard.data.text_form import TextForm
-from embershard.errors import ConfigError, DataError
+from embershard.errors import ConfigError, DataError, SetupError
 from embershard.extras.judging.choices import choices, label_choice
 from embershard.extras.judging.kinds import Judgement, judge
 from embershard.extras.judging.results import results_of
@@ -40,6 +40,7 @@ from embershard.extras.judging.suggest import (
 )
 from embershard.launch.arguments import check_new_output
 from embershard.launch.screen import make_table, plain_console, say, wide_console
+from embershard.lazy_names import named
 from embershard.settings.decoding import toml, toml_key
 
 _HELD_OUT, _MOST_BAD, _SHOWN = 0.1, 0.99, 3
@@ -389,7 +390,7 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
     return [
         "",
         "[model]",
-        *(_DEEPFM if is_small else ()),
+        *(_DEEPFM if is_small and _has_networks() else ()),
         "init_range = 0.01    # of the rows at first: larger ones are noise where values are rare",
         "embedding_dim = 16    # of rare and of frequent values; 8 lost where users and items are all there is",
         "",
@@ -409,6 +410,15 @@ def model_lines(suggested: Sequence[Suggestion], num_rows: int) -> list[str]:
         *epochs,
         "",
     ]
+
+
+def _has_networks() -> bool:
+    """Return whether this installation has DeepFM: else what is suggested would not train."""
+    try:
+        named("embershard.extras.networks:__name__")
+    except SetupError:
+        return False
+    return True
 
 
 def _batch_line(batch: int, num_rows: int) -> str:

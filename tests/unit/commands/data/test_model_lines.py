@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from embershard.extras.judging.inspect_files import model_lines
@@ -9,6 +11,7 @@ from embershard.extras.judging.kinds import Judgement
 from embershard.extras.judging.suggest import Suggestion
 from embershard.settings.decoding import decode, tomllib
 from embershard.training.config import RunConfig
+from tests.without import hide, is_in, rooms_of
 
 pytestmark = pytest.mark.extra
 
@@ -43,3 +46,12 @@ def test_the_model_fits_the_data(num_rows, num_dense, arch, batch, epochs, eval_
     assert config.keeps_best == (epochs > 1)
     assert (config.model.over_arch_layer_sizes[0], config.train.ema) == ((256, 0.99) if epochs > 1 else (64, None))
     assert all("    # " in line for line in text.splitlines() if line.startswith(("arch", "batch", "epochs", "early")))
+
+
+def test_an_installation_without_the_network_gets_one_that_it_can_train(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for module in [module for module in sys.modules if is_in(module, rooms_of(["networks"]))]:
+        monkeypatch.delitem(sys.modules, module)
+    hide(["networks"])
+    config = decode(RunConfig, tomllib.loads("\n".join(model_lines(features(9, 2), 500))))
+    assert (config.model.arch, config.train.epochs) == ("dlrm", 40)
