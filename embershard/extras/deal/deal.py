@@ -97,10 +97,12 @@ def _shares(costs: Ids, ranks: int) -> Ids:
     room, heap = len(costs) // ranks, [(0, rank) for rank in range(ranks)]
     found: list[list[int]] = [[] for _ in range(ranks)]
     for place, cost in enumerate(costs.tolist()):
-        load, rank = heapq.heappop(heap)
+        load, rank = heap[0]
         found[rank].append(place)
         if len(found[rank]) < room:
-            heapq.heappush(heap, (load + cost, rank))
+            heapq.heapreplace(heap, (load + cost, rank))
+        else:
+            heapq.heappop(heap)
     return _exchanged(costs, np.array(found))
 
 

@@ -109,17 +109,17 @@ class DealtReader(SampleReader):
         [(start, stop)] = ranges
         how, size = self._dealing, stop - start
         first = start - how.place * size
-        before, own, behind = (
-            [self._part(*each) for each in self._orders.get(epoch).locate(*positions)]
-            for positions in ((first, start), (start, stop), (stop, first + how.ranks * size))
-        )
-        parts = [*before, *own, *behind]
+        parts = self._parts(epoch, first, first + how.ranks * size)
         costs = how.cost.of(np.concatenate([part.num_ids for part in parts]))
         dealt = deal(costs, how.ranks, how.pieces, make_key(self._seed, epoch, first))
         undealt = np.arange(len(costs)).reshape(how.ranks, size)
         most, most_of_slices = (float(slowest_cost(costs, each, how.pieces)) for each in (dealt, undealt))
         self._loads[epoch, stop] = Loads(most, most_of_slices, float(costs.sum()) / how.ranks)
+        own = self._parts(epoch, start, stop) if any(part.bad for part in parts) else []
         return replace(_taken(parts, dealt[how.place]), bad=tuple(row for part in own for row in part.bad))
+
+    def _parts(self, epoch: int, start: int, stop: int) -> list[_Part]:
+        return [self._part(*each) for each in self._orders.get(epoch).locate(start, stop)]
 
     def _part(self, chunk: int, rows: Ids) -> _Part:
         """Return samples of a chunk; of a parsed one, ids are copied of those alone that are taken."""

@@ -107,6 +107,15 @@ def test_a_rank_reads_no_more_where_a_chunk_has_a_global_batch(counting_source, 
     assert parsed(partial(DealtReader, dealing=how, loads={})) == times * parsed(None)
 
 
+def test_a_chunk_is_asked_for_once_where_it_has_a_global_batch(counting_source, open_stream):
+    """Its samples are taken together, and not those before the slice, of it and behind it apart."""
+    source = counting_source([1024], 64)
+    reader = partial(DealtReader, dealing=Dealing(COST, 1, 4, 1), loads={})
+    for _ in open_stream(source, DataConfig(num_workers=0), batch_size=16, rank=1, world_size=4, reader=reader):
+        pass
+    assert len(source.reads) == 1024 // 64
+
+
 def test_costs_of_the_steps_are_noted(counting_source, open_stream):
     loads: dict[tuple[int, int], Loads] = {}
     reader = partial(DealtReader, dealing=Dealing(COST, 1, 2, 1), loads=loads)
