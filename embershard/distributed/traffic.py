@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ class _Counter:
     def __init__(self) -> None:
         self.library: torch.library.Library | None = None
         self.totals = dict.fromkeys((field.name for field in dataclasses.fields(SentBytes)), 0.0)
-        self.all_is_other = False
+        self.only: str | None = None
 
     def add(self, name: str, num_bytes: float, is_integer: bool) -> None:
-        self.totals["other" if self.all_is_other else _kind(name, is_integer)] += num_bytes
+        self.totals[self.only or _kind(name, is_integer)] += num_bytes
 
 
 _counter = _Counter()
@@ -49,13 +50,17 @@ def sent_bytes() -> SentBytes:
 
 
 @contextmanager
-def counted_as_other() -> Iterator[None]:
-    """Return a context, or a decorator of a function, that is no part of training: all that it sends is `other`."""
-    before, _counter.all_is_other = _counter.all_is_other, True
+def counted_as(kind: str) -> Iterator[None]:
+    """Return a context, or a decorator of a function, of which all that it sends is of one kind of `SentBytes`."""
+    before, _counter.only = _counter.only, kind
     try:
         yield
     finally:
-        _counter.all_is_other = before
+        _counter.only = before
+
+
+#: What is no part of training.
+counted_as_other = partial(counted_as, "other")
 
 
 def _kind(name: str, is_integer: bool) -> str:

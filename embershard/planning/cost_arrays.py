@@ -270,7 +270,7 @@ class StepFormula:
         overhead: of a step, whatever its work.
         forward: of the dense part; `backward`, `optimizer`, `input`: of the dense part.
         all_reduce: of the dense gradients, without tables; in so many `buckets`.
-        latency: of one collective; `group_seconds` of the sizes that are announced per group and step.
+        latency: of a collective of each piece; `group_seconds` of the sizes that are announced per group and step.
     """
 
     pipeline: Pipeline
@@ -417,14 +417,14 @@ def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: Batc
 
 def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes: float) -> StepFormula:
     shape, rates = request.workload.shape, request.rates
-    sizes = work.sizes_bytes(1, shape.world_size) if shape.world_size > 1 else 0.0
+    sizes = shape.pieces * work.sizes_bytes(1, shape.world_size) if shape.world_size > 1 else 0.0
     own = ("overhead", "forward", "backward", "optimizer", "input", "all_reduce")
     away = max(0, shape.world_size - shape.ranks_per_node) / max(1, shape.world_size - 1)
     return StepFormula(
         pipeline=Pipeline.of_run(shape),
         **{name: stages[name] for name in own},
-        buckets=num_buckets(parameter_bytes),
-        latency=rates.seconds_per_collective if shape.world_size > 1 else 0.0,
+        buckets=num_buckets(parameter_bytes, shape.pieces > 1),
+        latency=shape.pieces * rates.seconds_per_collective if shape.world_size > 1 else 0.0,
         group_seconds=sizes * (away * rates.seconds_per_network_byte + (1 - away) * rates.seconds_per_all_to_all_byte),
     )
 
@@ -571,11 +571,11 @@ class _Options:
             return found
         memory = memory_model.pool_memory([whole], shape)
         found[:, 0] += parts * memory.map_bytes + (0.0 if self._at_best else memory.slot_bytes)
-        needed, held = needed_slots(report.unique_ids, workload.most_unique_ids([whole])), report.held_rows
+        needed, held = needed_slots(report.step_rows, workload.most_unique_ids([whole])), report.held_rows
         if not shape.cache.policy.is_recency:  # rows that do not stay need slots, too, while their batch is trained
             held += done.unique_ids - done.hits_unique
         if self._at_best:  # a batch has fewer of the rows of a block that is looked up unevenly
-            needed = 0.0 if np.ptp(shares - parts) else needed_slots(report.unique_ids)
+            needed = 0.0 if np.ptp(shares - parts) else needed_slots(report.step_rows)
         if in_slots:
             found[:, :2], found[:, 2] = 0.0, parts * min(whole.rows, held)
             return found

@@ -100,7 +100,7 @@ def best_candidate(request: PlanRequest) -> Candidate:
     Raises:
         ShardingError: as `make_plan`.
     """
-    host_seconds = request.rates.step_overhead_seconds
+    host_seconds = request.rates.step_overhead_seconds * request.workload.shape.pieces
     if request.workload.shape.device == "cuda" and host_seconds:
         # Beside a slower host all placements are as fast: the GPUs' own time tells them apart.
         best = best_candidate(replace(request, rates=replace(request.rates, step_overhead_seconds=0.0)))

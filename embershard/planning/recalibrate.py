@@ -164,11 +164,11 @@ def fit_rates(
     """
     if not measured or min(seconds for _, seconds in measured) <= 0:
         raise ConfigError(f"got {len(measured)} measured steps, needed at least one, each with a time above 0")
-    tied = {name for names in _TIED for name in names}
+    tied = {name for names in _TIED for name in names} | {"more_pieces"}  # a step's overhead is that of each piece
     groups = [*_TIED, *((name,) for name, _, _ in TERMS if name not in tied)]
     columns = [[sum(getattr(work, name) for name in names) for work, _ in measured] for names in groups]
     seconds = np.array([value for _, value in measured])
-    amounts = np.column_stack([*columns, np.ones(len(measured))])
+    amounts = np.column_stack([*columns, [1 + work.more_pieces for work, _ in measured]])
     a, b = np.array(pairs, np.int64).reshape(-1, 2).T
     weight = _PAIR_WEIGHT / (seconds[a] + seconds[b]) * 2
     matrix = np.concatenate([amounts / seconds[:, None], (amounts[b] - amounts[a]) * weight[:, None]])

@@ -33,8 +33,8 @@ def least_slots(workload: Workload, shards: Sequence[PlacedShard], pins: Mapping
     if (decided := pinned_slots(shards, pins or {})) is not None:
         return decided
     rows = sum(shard.rows for shard in shards)
-    unique_ids = sum(each.unique_ids for each in workload.counted_reports(shards, max(1, rows)))
-    return memory_model.slots_for(rows, math.ceil(needed_slots(unique_ids, workload.most_unique_ids(shards))))
+    step_rows = sum(each.step_rows for each in workload.counted_reports(shards, max(1, rows)))
+    return memory_model.slots_for(rows, math.ceil(needed_slots(step_rows, workload.most_unique_ids(shards))))
 
 
 def needed_slots(unique_ids: float, most_unique_ids: float = 0.0) -> float:

@@ -20,7 +20,7 @@ from embershard.planning.cost.dense import dense_work
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.simulate.file_tier import FileTraffic, Levels
 from embershard.planning.simulate.pool_report import RowRange, ShardReport
-from embershard.planning.simulate.replay import replay_pool
+from embershard.planning.simulate.replay import StepCut, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from embershard.sharding.memory_model import RankMemory, rank_memory
 from embershard.sharding.run_shape import RunShape
@@ -79,15 +79,16 @@ class Workload:
         return {table.table: table.num_features for table in self.model.tables}
 
     def distinct_per_rank(self, table: str) -> float:
-        """Return the expected distinct rows of a table in one rank's batch."""
-        return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)
+        """Return the expected distinct rows of a table in the pieces of one rank's batch, added up."""
+        pieces = self.shape.pieces
+        return pieces * distinct_rows(self.data.tables[table], self.shape.batch_size / pieces, self.data.num_samples)
 
     def vectors_per_sample(self, table: TableSize) -> float | None:
         """Return the embeddings of a sequence that travel for a sample: one for each lookup; None: a pooled one."""
         return self.lookups_per_sample[table.table] if table.is_sequence else None
 
     def distinct_variance(self, table: str) -> float:
-        """Return the variance of that number, as if rows were looked up independently of each other."""
+        """Return the variance of the distinct rows of a rank's whole batch, as if rows were looked up independently."""
         histogram = self.data.tables[table].histogram
         found = touched(histogram, self.shape.batch_size / max(1, self.data.num_samples))
         return float((found * (1 - found / np.maximum(histogram.rows, 1e-9))).sum())
@@ -207,6 +208,7 @@ class Workload:
             is_sample=self.is_sample or of_new_data,
             grows=of_new_data,
             ahead=self.shape.cache.ahead if of_new_data else None,
+            pieces=self.shape.pieces,
         )
         return tuple(self.as_exchanged(*each) for each in zip(shards, found.shards, strict=True))
 
@@ -248,6 +250,7 @@ class Workload:
             vectors_per_sample=self.vectors_per_sample(size),
             num_features=size.num_features,
             ranks_per_node=shape.ranks_per_node,
+            pieces=shape.pieces,
         )
         sent, to_nodes = exchanged.in_node, exchanged.to_nodes
         return StepWork(
@@ -267,16 +270,18 @@ class Workload:
         )
 
     def _embedding_bytes(self, shard: PlacedShard, report: ShardReport) -> float:
-        """Return the bytes of the lookups of a shard, and of its update."""
+        """Return the bytes of the lookups of a shard, and of its update. That looks the rows of several pieces up once
+        more: a third of a step's bytes."""
         shape, size = self.shape, shard.table
+        again = 4 / 3 if shape.pieces > 1 else 1.0
         if shape.device == "cpu":
-            return work.embedding_bytes(report.lookups, size, shard.columns)
+            return again * work.embedding_bytes(report.lookups, size, shard.columns)
         vectors: float = size.num_features * (
             shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
         )
         if shard.exchange == "rows" or size.is_sequence:
             vectors = report.lookups
-        return work.gpu_embedding_bytes(report.lookups, report.unique_ids, vectors, size, shard.columns)
+        return again * work.gpu_embedding_bytes(report.lookups, report.unique_ids, vectors, size, shard.columns)
 
     def layers_work(self, rates: Rates) -> StepWork:
         """Return the work of a rank's dense layers for its samples."""
@@ -285,7 +290,8 @@ class Workload:
             flops, kept_bytes, _ = self.drawn
             model = replace(model, dense_flops_per_sample=flops, activation_bytes_per_sample=kept_bytes)
         if shape.device == "cuda":
-            return dense_work(model, shape.batch_size, shape.activation_bytes, rates)
+            of_piece = dense_work(model, shape.batch_size / shape.pieces, shape.activation_bytes, rates)
+            return of_piece.scaled(shape.pieces)
         return StepWork(
             dense_flops=model.dense_flops_per_sample * shape.batch_size,
             activation_bytes=model.activation_bytes_per_sample * shape.batch_size,
@@ -303,14 +309,15 @@ class Workload:
         shape, model = self.shape, self.model
         copies = work.copies_groups(shards)
         local = min(shape.ranks_per_node, shape.world_size)
-        sizes = work.sizes_bytes(num_groups, shape.world_size)
+        sizes = shape.pieces * work.sizes_bytes(num_groups, shape.world_size)
         sizes_away = sizes * (shape.world_size - local) / max(1, shape.world_size - 1)
         of_copies = 0.0
         for columns in copies:
             tables = [
                 shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns
             ]
-            num_rows, variance = sum(map(self.distinct_per_rank, tables)), sum(map(self.distinct_variance, tables))
+            of_batch = (distinct_rows(self.data.tables[t], shape.batch_size, self.data.num_samples) for t in tables)
+            num_rows, variance = sum(of_batch), sum(map(self.distinct_variance, tables))
             of_copies += work.copies_bytes(num_rows, variance, columns, shape.world_size)
         copies_away = of_copies / local if shape.world_size > local else 0.0  # around a ring
         others = StepWork(
@@ -320,8 +327,9 @@ class Workload:
             network_id_bytes=sizes_away,
             sent_gradient_bytes=of_copies - copies_away,
             network_gradient_bytes=copies_away,
-            num_collectives=work.num_collectives(num_groups, shape.world_size, len(copies)),
+            num_collectives=work.num_collectives(num_groups, shape.world_size, len(copies), shape.pieces),
             input_seconds=(self.data.read_seconds_per_sample or 0.0) * shape.batch_size,
+            more_pieces=shape.pieces - 1,
         )
         return StepWork.total([layers, others, *(self.shard_work(*pair) for pair in zip(shards, reports, strict=True))])
 
@@ -346,7 +354,7 @@ class Workload:
         levels = None if places is None else Levels.of(num_slots, places, shards[0].host_row_bytes)
         if not replayed_steps:
             counted = self.counted_reports(shards, num_slots)
-            needed = math.ceil(sum(report.unique_ids for report in counted))
+            needed = math.ceil(sum(report.step_rows for report in counted))
             if grows and num_slots < needed:
                 counted, num_slots = self.counted_reports(shards, needed), needed
             traffic: FileTraffic | None = None
@@ -364,11 +372,11 @@ class Workload:
             [RowRange.of(shard) for shard in shards],
             num_slots,
             shape.global_batch_size,
-            shape.cache,
+            shape.cache_of_pieces,
             pinned_tables=[shards[number].table.table for number in pinned],
             num_steps=replayed_steps,
-            rank_batch_size=shape.batch_size if shards[0].exchange == "rows" else None,
             levels=levels,
+            cut=StepCut(shape.world_size, shape.pieces, is_distinct=shards[0].exchange == "rows"),
         )
         # In a small image of a cache one batch may fit by chance, or not: only a complete trace shows whether it does.
         is_complete = trace.rate >= COMPLETE
@@ -390,6 +398,7 @@ class Workload:
             distinct_ids=self.distinct_per_rank(table) if exchange == "rows" else None,
             number_bytes=shape.number_bytes,
             num_features=self.num_features[table],
+            pieces=shape.pieces,
         )
         return num_shards * of_shard.in_all.in_training
 

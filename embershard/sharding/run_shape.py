@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from embershard.cache.config import CachePolicy, MapKind
@@ -75,6 +75,17 @@ class RunShape:
     accumulate: int = 1
     activation_bytes: float = 4
     home: HomeSizes = field(default_factory=HomeSizes)
+
+    @property
+    def pieces(self) -> int:
+        """Micro-batches of a step."""
+        return min(self.accumulate, self.batch_size)
+
+    @property
+    def cache_of_pieces(self) -> ReplaySettings:
+        """The caches' settings as the pipeline takes them, which counts pieces. A CPU's holds one ahead."""
+        held = self.cache.prefetch * (self.pieces if self.device == "cuda" else 1)
+        return replace(self.cache, lookahead=self.cache.lookahead * self.pieces, prefetch=held)
 
     @property
     def micro_batch_size(self) -> int:

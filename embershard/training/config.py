@@ -460,7 +460,7 @@ class RunConfig:
             ),
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
-            "train": ("precision",),
+            "train": ("precision", "accumulate"),
             "sharding": ("forward_dtype", "backward_dtype", "mode", "hot_bytes"),
         }
         found = {

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
+from embershard.cache.statistics import CacheReport
 from embershard.commands.plan.inputs import make_workload
 from embershard.commands.profile.data_pass import PassOptions, profile_data
 from embershard.data import DataConfig
@@ -30,6 +31,7 @@ from embershard.planning.workload import Layout, Workload
 from embershard.sharding.config import ExchangeChoice, ShardingConfig
 from embershard.sharding.memory_model import planned_slots
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
+from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer
 from tests.ranks import planned
@@ -45,7 +47,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 @dataclass(frozen=True)
 class Case:
     """A run to predict. ``scale`` is that of the data's row counts, ``num_samples`` are those of an epoch. Tables of at
-    most ``replicate_rows`` have a copy on every rank."""
+    most ``replicate_rows`` have a copy on every rank. A step has ``accumulate`` pieces; caches have a slot for one of
+    ``rows_per_slot`` rows."""
 
     sharding: str = "row_wise"
     exchange: ExchangeChoice = "rows"
@@ -54,6 +57,8 @@ class Case:
     num_samples: int = 6000
     scale: float = 0.003
     replicate_rows: int = 0
+    accumulate: int = 1
+    rows_per_slot: int = 2
 
     @property
     def data(self) -> DataConfig:
@@ -64,7 +69,7 @@ class Case:
     def config(self, plan: Path | None = None) -> RunConfig:
         """The settings of the run; to be planned for without a plan."""
         sharding = ShardingConfig(plan=str(plan)) if plan else ShardingConfig(exchange=self.exchange)
-        train = TrainConfig(batch_size=self.batch_size, max_steps=STEPS, device="cpu")
+        train = TrainConfig(batch_size=self.batch_size, max_steps=STEPS, device="cpu", accumulate=self.accumulate)
         return planned.make_config(None, data=self.data, train=train, sharding=sharding)
 
 
@@ -92,7 +97,7 @@ def plan_of(case: Case, world_size: int, ranks_per_node: int | None = None) -> P
         ranks = ranks_for(sharding, number, world_size, local, column_shards=2)
         placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, sharding, kernel, ranks)  # type: ignore[arg-type]
         tables.append(workload.with_exchange(placed))
-    pools = tuple(pool.with_slots(max(1, -(-pool.rows // 2))) for pool in pools_of(tables, local))
+    pools = tuple(pool.with_slots(max(1, -(-pool.rows // case.rows_per_slot))) for pool in pools_of(tables, local))
     rates: Rates = load_topology("cpu").rates_for(world_size)
     layout = Layout(workload, tables)
     prediction = predict(layout, planned_slots(pools, layout.pools), rates)
@@ -101,14 +106,16 @@ def plan_of(case: Case, world_size: int, ranks_per_node: int | None = None) -> P
     )
 
 
-def train(case: Case, plan: Path) -> SentBytes:
-    """What this rank sent in a step, on average. Runs on a rank."""
+def train(case: Case, plan: Path) -> tuple[SentBytes, CacheReport]:
+    """What this rank sent in a step, on average, and what its caches counted in one. Runs on a rank."""
     trainer = Trainer(case.config(plan), planned.here())
     for _ in trainer.train():
         pass
     totals = next(own for own in trainer.metrics.traffic_reader.totals().ranks if own["rank"] == trainer.ranks.rank)
+    caches = CacheReport.total(stats for pool in cached_embeddings(trainer.model) for stats in pool.cache.stats())
     trainer.close()
-    return SentBytes(**{field.name: totals[field.name] for field in fields(SentBytes)}).over(STEPS)
+    sent = SentBytes(**{field.name: totals[field.name] for field in fields(SentBytes)})
+    return sent.over(STEPS), caches.scaled(1 / STEPS)
 
 
 def sent_as_predicted(plan: Plan) -> dict[str, float]:
@@ -119,13 +126,20 @@ def sent_as_predicted(plan: Plan) -> dict[str, float]:
 
 def compared(pool: RankPool, case: Case, world_size: int) -> tuple[Plan, dict[str, Pair]]:
     """The plan, and predicted and counted bytes by kind, each the mean of the ranks."""
+    plan, pairs, _ = with_hits(pool, case, world_size)
+    return plan, pairs
+
+
+def with_hits(pool: RankPool, case: Case, world_size: int) -> tuple[Plan, dict[str, Pair], list[CacheReport]]:
+    """As `compared`, and what each rank's caches counted in a step."""
     plan = plan_of(case, world_size)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")
         plan.save(path)
-        by_rank: list[SentBytes] = pool.run(train, case, path)
+        by_rank: list[tuple[SentBytes, CacheReport]] = pool.run(train, case, path)
     predicted = sent_as_predicted(plan).items()
-    return plan, {kind: Pair(number, fmean(getattr(sent, kind) for sent in by_rank)) for kind, number in predicted}
+    pairs = {kind: Pair(number, fmean(getattr(sent, kind) for sent, _ in by_rank)) for kind, number in predicted}
+    return plan, pairs, [caches for _, caches in by_rank]
 
 
 def is_close(pairs: dict[str, Pair]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from embershard.cache.statistics import CacheReport
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, counted_as_other, sent_bytes
 from embershard.planning.verify.compare import Pair
@@ -138,6 +139,40 @@ def test_counted_bytes_are_the_predicted_ones(two_ranks: RankPool, case: predict
     assert not is_close(wrong), "a plan for another exchange predicts something else"
     if case.exchange == "auto":
         assert {table.exchange for table in plan.tables} == {"pooled", "rows"}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "accumulate"),
+    [("rows", 2), ("pooled", 4), *(matrix(*case) for case in [("rows", 1), ("rows", 4), ("pooled", 1), ("pooled", 2)])],
+)
+def test_steps_of_pieces_send_and_hit_as_predicted(two_ranks: RankPool, exchange, accumulate) -> None:
+    """The replay of the whole trace counts what each rank counts; the bytes of all kinds are those of the messages, the
+    dense gradients' to the byte."""
+    case = predicted_traffic.Case("row_wise", exchange, accumulate=accumulate, rows_per_slot=24)
+    plan, pairs, counted = predicted_traffic.with_hits(two_ranks, case, 2)
+    assert all(abs(pair.relative_error) < 0.01 for pair in pairs.values()), pairs
+    used = 0 if accumulate > 1 else 2  # DDP sends a number for each of a layer's parameters
+    assert pairs["dense_all_reduce"].error == -used
+    assert plan.prediction.method == "replay"
+    for rank, counts in enumerate(counted):
+        tables = [table for table in plan.prediction.tables if table.rank == rank]
+        told = CacheReport.total(
+            CacheReport(
+                each.lookups,
+                each.unique_ids,
+                each.unique_ids * (each.hit_rate_unique or 0.0),
+                each.lookups * (each.hit_rate_lookups or 0.0),
+                each.fills,
+                each.write_backs,
+            )
+            for each in tables
+        )
+        assert vars(told) == pytest.approx(vars(counts))
+        assert counts.write_backs > 0, "no row left the caches: the case proves nothing"
+    if accumulate > 1:
+        whole = plan_of(dataclasses.replace(case, accumulate=1), 2)
+        told, untold = (sum(table.unique_ids for table in each.prediction.tables) for each in (plan, whole))
+        assert told > 1.1 * untold, "the control: a plan for whole batches predicts something else"
 
 
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")

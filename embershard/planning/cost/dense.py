@@ -19,7 +19,7 @@ _BLOCKS = 128
 SMALL_KERNELS = 110
 
 
-def dense_work(model: ModelSize, batch_size: int, number_bytes: float, rates: Rates) -> StepWork:
+def dense_work(model: ModelSize, batch_size: float, number_bytes: float, rates: Rates) -> StepWork:
     """Return the work of the dense layers for B samples: forward, backward, and their small companions.
 
     The roofline of Williams, Waterman and Patterson (2009), kernel by kernel: a kernel's operations count where they
@@ -48,7 +48,7 @@ def dense_work(model: ModelSize, batch_size: int, number_bytes: float, rates: Ra
     return StepWork(dense_flops=flops, activation_bytes=moved, launches=launches + SMALL_KERNELS)
 
 
-def _kernels(model: ModelSize, batch_size: int, number_bytes: float) -> Iterator[tuple[float, float]]:
+def _kernels(model: ModelSize, batch_size: float, number_bytes: float) -> Iterator[tuple[float, float]]:
     """Yield the operations, as if no multiprocessor waited, and the bytes that are read and written: of three products
     for each layer (the output, the gradients of its input and of its weights), and of kernels over activations."""
     for inputs, outputs in model.products:
@@ -59,14 +59,14 @@ def _kernels(model: ModelSize, batch_size: int, number_bytes: float) -> Iterator
         yield 0.0, number_bytes * numbers * batch_size
 
 
-def _share_at_work(rows: int, columns: int, inner: int) -> float:
+def _share_at_work(rows: float, columns: float, inner: float) -> float:
     """Return the share of the multiprocessors' time that is work, in a product of [rows, inner] and [inner, columns]:
     tiles are whole, and so are rounds of tiles over the multiprocessors (tile and wave quantization).
 
     >>> round(_share_at_work(8192, 1024, 1024), 2), round(_share_at_work(256, 128, 512), 3)
     (1.0, 0.016)
     """
-    blocks = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+    blocks: float = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
     whole = rows * columns / (blocks * _TILE**2)
     blocks *= max(1, inner // _LEAST_INNER)
     return whole * blocks / (math.ceil(blocks / _BLOCKS) * _BLOCKS)

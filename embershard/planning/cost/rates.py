@@ -62,6 +62,7 @@ class StepWork(Amounts):
         all_reduce_bytes: sent for the dense gradients.
         num_collectives: operations among all ranks, each with its latency.
         input_seconds: seconds of one core to read and parse B samples.
+        more_pieces: micro-batches of the step beyond the first; the host launches each of them.
         moved_pages: read from a file of rows, and written to it.
     """
 
@@ -87,6 +88,7 @@ class StepWork(Amounts):
     num_collectives: float = 0
     input_seconds: float = 0
     moved_pages: float = 0
+    more_pieces: float = 0
 
     @property
     def all_to_all_bytes(self) -> float:
@@ -114,8 +116,8 @@ class Rates(Amounts):
             other nodes: one after the other.
         seconds_per_page: of the disk, which its node's ranks share; it works beside everything else. 0: not known.
         seconds_per_input_second: share of a core's parsing time that slows the step: parsing runs in threads.
-        step_overhead_seconds: of a step, whatever its work. On a GPU it is the host's, which launches the kernels
-            beside the GPU's work: a step takes at least as long.
+        step_overhead_seconds: of each piece of a step, whatever its work. On a GPU it is the host's, which launches the
+            kernels beside the GPU's work: a step takes at least as long.
     """
 
     seconds_per_flop: float = 0
@@ -168,10 +170,11 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("num_collectives", "seconds_per_collective", "latency"),
     ("input_seconds", "seconds_per_input_second", "input"),
     ("moved_pages", "seconds_per_page", "disk"),
+    ("more_pieces", "step_overhead_seconds", "overhead"),
 )
 
 #: All parts of a step's time.
-PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in TERMS), "overhead")
+PARTS: tuple[str, ...] = tuple(dict.fromkeys(part for _, _, part in TERMS))
 
 
 #: Parts of which a rank does the work alone, with its cores and its memory.
@@ -199,5 +202,5 @@ def step_parts(work: StepWork, rates: Rates) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     for amount, rate, part in TERMS:
         parts[part] += getattr(work, amount) * getattr(rates, rate)
-    parts["overhead"] = float(rates.step_overhead_seconds)
+    parts["overhead"] += rates.step_overhead_seconds
     return parts

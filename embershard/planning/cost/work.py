@@ -28,8 +28,8 @@ _SIZES_BYTES = 3 * 8
 _COLLECTIVES_PER_GROUP = 5
 #: Of replicated tables: how many rows each rank has gradients of, and these.
 _COLLECTIVES_PER_COPIES_GROUP = 2
-#: The dense gradients, and the agreement on the next batch.
-_COLLECTIVES_PER_STEP = 2
+#: The agreement on the next batch, and the sum of the dense gradients.
+_AGREEMENTS = _DENSE_REDUCTIONS = 1
 
 
 def embedding_bytes(num_ids: float, table: TableSize, columns: int | None = None) -> float:
@@ -85,6 +85,7 @@ def exchanged_bytes(
     vectors_per_sample: float | None = None,
     num_features: int = 1,
     ranks_per_node: int | None = None,
+    pieces: int = 1,
 ) -> Exchanged:
     """Return the bytes that a shard adds to its rank's links in a step: of each kind, the larger of sent and received.
 
@@ -94,7 +95,8 @@ def exchanged_bytes(
         sharding: TorchRec's sharding type.
         ranks_per_node: L; None: all ranks are on one node.
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
-        distinct_ids: of the table in a rank's batch, where distinct rows are exchanged; None: pooled embeddings are.
+        distinct_ids: of the table in a rank's batch, those of its `pieces` added up, where distinct rows are exchanged;
+            None: pooled embeddings are.
         number_bytes: of one number of an embedding, and of its gradient.
         vectors_per_sample: embeddings of a sequence that travel for a sample, of which this shard sends those of its
             rows; None: a pooled one travels for each feature.
@@ -110,7 +112,7 @@ def exchanged_bytes(
     away = (world_size - local) / (world_size - 1)  # of what each rank gets as much of
     if distinct_ids is not None:
         rows = (world_size - 1) * distinct_ids * rank_share
-        ids = rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES
+        ids = rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES * pieces
         return Exchanged.of(ids, rows * columns, number_bytes, away, away)
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + num_features * _LENGTH_BYTES)
@@ -202,13 +204,14 @@ def sizes_bytes(num_groups: int, world_size: int) -> float:
     return num_groups * (world_size - 1) * _SIZES_BYTES
 
 
-def num_collectives(num_groups: int, world_size: int, num_copies_groups: int = 0) -> int:
-    """Return the operations among all ranks in a step with so many groups of sharded tables, and of copies.
+def num_collectives(num_groups: int, world_size: int, num_copies_groups: int = 0, pieces: int = 1) -> int:
+    """Return the operations among all ranks in a step with so many groups of sharded tables, and of copies. Each piece
+    has those of the sharded tables and an agreement on the next one.
 
     >>> num_collectives(2, world_size=2)
     12
     """
     if world_size == 1:
         return 0
-    of_groups = _COLLECTIVES_PER_GROUP * num_groups + _COLLECTIVES_PER_COPIES_GROUP * num_copies_groups
-    return _COLLECTIVES_PER_STEP + of_groups
+    of_piece = _AGREEMENTS + _COLLECTIVES_PER_GROUP * num_groups
+    return pieces * of_piece + _COLLECTIVES_PER_COPIES_GROUP * num_copies_groups + _DENSE_REDUCTIONS

@@ -48,6 +48,8 @@ class ShardReport(CacheReport):
         shard: whose rows.
         first_touches: those of a batch's distinct ids that miss because the cache never had their rows before. No size
             of a cache that starts so avoids them; all other misses are of rows that had to leave.
+        step_rows: distinct ids of a step, which need slots at the same time: `unique_ids` counts one in each piece of
+            the step that has it. From counts alone.
     """
 
     LABELS = frozenset({"shard"})
@@ -55,6 +57,7 @@ class ShardReport(CacheReport):
     held_rows: float
     shard: RowRange
     first_touches: float = 0.0
+    step_rows: float = 0.0
 
     def part(self, lookups: float, rows: float) -> ShardReport:
         """Return the report of such shares of the lookups and of the rows; distinct ones in proportion to these."""

@@ -29,6 +29,31 @@ from embershard.sharding.run_shape import ReplaySettings
 _NONE = np.empty(0, np.int64)
 
 
+@dataclass(frozen=True)
+class StepCut:
+    """How the samples of a step are cut: among so many ranks, and on each into pieces, as `Batch.micro_batches` does.
+
+    Attributes:
+        is_distinct: of each rank's piece, a table gets distinct rows, each as one lookup.
+
+    >>> order, bounds = StepCut(num_ranks=2, pieces=2).order(6)
+    >>> order.tolist(), bounds.tolist()
+    ([0, 1, 3, 4, 2, 5], [0, 4, 6])
+    """
+
+    num_ranks: int = 1
+    pieces: int = 1
+    is_distinct: bool = False
+
+    def order(self, num_samples: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the samples of a step, [N], piece after piece of all ranks, and the pieces' bounds, [pieces + 1]."""
+        parts = np.array_split(np.arange(num_samples).reshape(self.num_ranks, -1), self.pieces, axis=1)
+        return np.concatenate([part.ravel() for part in parts]), np.cumsum([0, *(part.size for part in parts)])
+
+
+_WHOLE = StepCut()
+
+
 def replay_pool(
     trace: SampledTrace,
     shards: Sequence[RowRange],
@@ -38,8 +63,8 @@ def replay_pool(
     *,
     pinned_tables: Sequence[str] = (),
     num_steps: int | None = None,
-    rank_batch_size: int | None = None,
     levels: Levels | None = None,
+    cut: StepCut = _WHOLE,
 ) -> PoolReport:
     """Replay the batches of a trace, of the whole data set, through one pool of slots on one rank.
 
@@ -48,8 +73,8 @@ def replay_pool(
         global_batch_size: samples of a step, over all ranks.
         pinned_tables: tables whose rows are resident for ever.
         num_steps: steps to replay; None: all whole batches of the trace. After them the trace begins again.
-        rank_batch_size: samples of a rank where distinct rows are exchanged, each as one lookup; None: pooled ones are.
         levels: with as many slots, of rows in a file; None: all rows are in host memory.
+        cut: of a step, whose pieces `settings` count.
 
     Raises:
         ValueError: the trace is shorter than one batch; or a batch and the rows on the device do not fit the places.
@@ -60,15 +85,15 @@ def replay_pool(
     sampled = [number for number, rows in enumerate(settled) if not rows.is_whole]
     parts = [shards[number] for number in sampled]
     mixed = settings.profile_samples, settings.shuffle_window
-    batches = TraceBatches(trace, parts, global_batch_size, *mixed, rank_batch_size)
+    batches = TraceBatches(trace, parts, global_batch_size, *mixed, cut)
     stay = pinned_tables if trace.rate >= 1 else ()
     tier = None if levels is None else _tier(levels, batches, sum(rows.num_rows for rows in settled), trace.rate)
     cache = _make_cache(batches, parts, max(1, slots), settings, stay, tier)
     touches = _FirstTouches(batches.rows_per_table, [part.table in stay for part in parts])
-    halves = _Halves(cache, touches, steps // 2, tier)
-    run_stages(cache, batches.get, steps, settings, tier=tier, at_step=halves.at_step, at_batch=halves.at_batch)
+    halves = _Halves(cache, touches, steps // 2, tier, cut.pieces)
+    halves.run(batches, steps, settings)
     held = {number: stats.slots / trace.rate for number, stats in zip(sampled, cache.stats(), strict=False)}
-    sizes, warmup, late = (trace, global_batch_size, rank_batch_size), settings.policy.warmup, steps - steps // 2
+    sizes, warmup, late = (trace, global_batch_size, cut), settings.policy.warmup, steps - steps // 2
     each = ((steps, False), (late, True))
     of_settled = [[rows.report(*sizes, *part, warmup) for rows in settled] for part in each]
     return PoolReport(
@@ -168,16 +193,31 @@ class _Halves:
 
     Args:
         half: the step that begins the second half.
+        pieces: of a step.
     """
 
-    def __init__(self, cache: RowCache, touches: _FirstTouches, half: int, tier: FileTier | None) -> None:
-        self._cache, self._touches, self._half, self._tier = cache, touches, half, tier
+    def __init__(self, cache: RowCache, touches: _FirstTouches, half: int, tier: FileTier | None, pieces: int) -> None:
+        self._cache, self._touches, self._half, self._tier = cache, touches, half * pieces, tier
+        self._pieces = pieces
         self._began = sum(stats.slots for stats in cache.stats())
-        self.at_step(half)
+        self.at_piece(self._half)
 
-    def at_step(self, step: int) -> None:
+    def run(self, batches: TraceBatches, steps: int, settings: ReplaySettings) -> None:
+        """Replay so many steps."""
+        run_stages(
+            self._cache,
+            batches.get,
+            steps * self._pieces,
+            settings,
+            tier=self._tier,
+            at_step=self.at_piece,
+            at_batch=self.at_batch,
+            pieces=self._pieces,
+        )
+
+    def at_piece(self, piece: int) -> None:
         """Note the counts at half time."""
-        if step == self._half:
+        if piece == self._half:
             self._early = self.counts
             self._traffic = None if self._tier is None else self._tier.traffic
 
@@ -210,7 +250,8 @@ class _Halves:
             return ()
         every = self._tier.traffic
         late = every - self._traffic
-        return every.scaled(1 / max(1, every.steps)), late.scaled(1 / max(1, late.steps))
+        of_step = [each.scaled(self._pieces / max(1, each.steps)) for each in (every, late)]
+        return of_step[0], of_step[1]
 
 
 def replay_preferences(
@@ -271,19 +312,20 @@ class SettledRows:
         self,
         trace: SampledTrace,
         global_batch_size: int,
-        rank_batch_size: int | None,
+        cut: StepCut,
         num_steps: int,
         is_late: bool,
         warmup: bool,
     ) -> ShardReport:
         """Return what happens to the rows, per step. They are filled once: in the first of `num_steps` steps, or
         before it by a warm-up; `is_late`: before these steps."""
-        unique_ids = self._distinct(trace, global_batch_size)
-        if rank_batch_size is None:
+        unique_ids = cut.pieces * self._distinct(trace, global_batch_size / cut.pieces)
+        if cut.is_distinct:
+            parts = cut.num_ranks * cut.pieces
+            lookups = parts * self._distinct(trace, global_batch_size / parts)
+        else:
             every = float(self.constant.sum()) + len(self.others.rows) / trace.rate
             lookups = every * global_batch_size / trace.num_samples
-        else:
-            lookups = self._distinct(trace, rank_batch_size) * global_batch_size / rank_batch_size
         fills = 0.0 if is_late else self.num_rows / num_steps
         missed = 0.0 if is_late or warmup or self.is_whole else min(fills, unique_ids)
         return ShardReport(
@@ -298,7 +340,7 @@ class SettledRows:
             first_touches=missed,
         )
 
-    def _distinct(self, trace: SampledTrace, batch_size: int) -> float:
+    def _distinct(self, trace: SampledTrace, batch_size: float) -> float:
         # A row that occurs in a share p of the samples is missing from a batch of B with (1 - p)^B.
         absent = (1.0 - np.minimum(self.constant / trace.num_samples, 1.0)) ** batch_size
         found = float((1.0 - absent).sum())
@@ -313,14 +355,13 @@ _MOST_IDLE_ROWS = 10_000_000  # of a table; more need not take memory to be left
 
 
 class TraceBatches:
-    """The batches of a pool: keys [N] with the tables one after another, and lookups per table [T].
+    """The pieces of a pool's batches: keys [N] with the tables one after another, and lookups per table [T].
 
     After the last batch the samples of the trace come again, in another order: mixed inside windows of
     `shuffle_window` samples, as training mixes them. 0: in the same order.
 
     Args:
-        rank_batch_size: samples of a rank's part of a step. Of each part and table only distinct keys are given, as
-            ranks receive them where distinct rows are exchanged; None: all lookups.
+        cut: of a step.
 
     Attributes:
         rows_per_table: keys of each shard: its rows, or only those that occur where many do not.
@@ -335,15 +376,16 @@ class TraceBatches:
         global_batch_size: int,
         profile_samples: int | None,
         shuffle_window: int,
-        rank_batch_size: int | None = None,
+        cut: StepCut = _WHOLE,
     ) -> None:
-        self._rank_batch_size = rank_batch_size
         self._num_samples, self._shuffle_window, self._epoch = trace.num_samples, shuffle_window, 0
-        self._batches_per_epoch = trace.num_samples // global_batch_size
-        self._edges = np.arange(self._batches_per_epoch + 1, dtype=np.int64) * global_batch_size
-        self._keys: list[NDArray[np.int64]] = []
-        self._samples: list[NDArray[np.int64]] = []
-        self._bounds: list[NDArray[np.int64]] = []
+        order, bounds = cut.order(global_batch_size)
+        self._ranks = order // (global_batch_size // cut.num_ranks) if cut.is_distinct else None
+        self._place = None if cut.pieces == 1 else np.argsort(order)
+        starts = np.arange(trace.num_samples // global_batch_size + 1)[:, None] * global_batch_size + bounds[:-1]
+        self._edges = starts.ravel()[: 1 - cut.pieces or None]  # and the end of the last batch
+        self._looked_up: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # samples and keys of each table
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         self.rows_per_table: list[int] = []
         counts, pool_rows = [], [_NONE]
         for shard, first in zip(shards, np.cumsum([0, *(shard.num_rows for shard in shards)]), strict=False):
@@ -358,39 +400,51 @@ class TraceBatches:
             num_keys = max(1, shard.num_rows if is_dense else len(distinct))
             counted = keys if profile_samples is None else keys[: np.searchsorted(samples, profile_samples)]
             counts.append(np.bincount(counted, minlength=num_keys))
-            self._keys.append(keys + sum(self.rows_per_table))
+            self._looked_up.append((samples, keys + sum(self.rows_per_table)))
             pool_rows.append(first + (np.arange(num_keys) if is_dense or not distinct.size else distinct - shard.start))
-            self._samples.append(samples)
-            self._bounds.append(np.searchsorted(samples, self._edges))
+            self._parts.append(self._cut(*self._looked_up[-1]))
             self.rows_per_table.append(num_keys)
         self.pool_rows = np.concatenate(pool_rows)
         self.row_counts = RowCounts.of_dense(torch.from_numpy(np.concatenate(counts))) if counts else None
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and lengths of a step. Steps must be asked for in order."""
-        epoch, number = divmod(step, self._batches_per_epoch)
+        """Return the keys and lengths of a step's piece. They must be asked for in order."""
+        epoch, number = divmod(step, len(self._edges) - 1)
         if epoch != self._epoch and self._shuffle_window:
             self._shuffle(epoch)
         self._epoch = epoch
-        parts = [self._part(table, slice(b[number], b[number + 1])) for table, b in enumerate(self._bounds)]
+        parts = [self._part(*part, number) for part in self._parts]
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
         return torch.from_numpy(np.concatenate(parts) if parts else _NONE), lengths
 
-    def _part(self, table: int, batch: slice) -> NDArray[np.int64]:
-        keys = self._keys[table][batch]
-        if self._rank_batch_size is None:
-            return keys
-        ranks = self._samples[table][batch] // self._rank_batch_size  # a batch begins at a multiple of it
-        _, firsts = np.unique(np.stack([ranks, keys]), axis=1, return_index=True)
-        return keys[np.sort(firsts)]
+    def _cut(
+        self, samples: NDArray[np.int64], keys: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return a table's lookups piece after piece: the places of their samples, their keys, and the pieces' bounds
+        among them."""
+        if self._place is not None:
+            within = samples % len(self._place)
+            places = samples - within + self._place[within]
+            order = np.argsort(places, kind="stable")
+            samples, keys = places[order], keys[order]
+        return samples, keys, np.searchsorted(samples, self._edges)
+
+    def _part(
+        self, places: NDArray[np.int64], keys: NDArray[np.int64], bounds: NDArray[np.int64], number: int
+    ) -> NDArray[np.int64]:
+        piece = slice(bounds[number], bounds[number + 1])
+        if self._ranks is None:
+            return keys[piece]
+        ranks = self._ranks[places[piece] % len(self._ranks)]
+        _, firsts = np.unique(np.stack([ranks, keys[piece]]), axis=1, return_index=True)
+        return keys[piece][np.sort(firsts)]
 
     def _shuffle(self, epoch: int) -> None:
         generator = np.random.default_rng(epoch)
         windows = np.arange(self._num_samples) // self._shuffle_window
         place = np.empty(self._num_samples, np.int64)
         place[np.lexsort((generator.random(self._num_samples), windows))] = np.arange(self._num_samples)
-        for table, samples in enumerate(self._samples):
-            moved = place[samples]
-            order = np.argsort(moved, kind="stable")
-            self._samples[table], self._keys[table] = moved[order], self._keys[table][order]
-            self._bounds[table] = np.searchsorted(self._samples[table], self._edges)
+        for table, (samples, keys) in enumerate(self._looked_up):
+            order = np.argsort(place[samples], kind="stable")
+            self._looked_up[table] = place[samples][order], keys[order]
+            self._parts[table] = self._cut(*self._looked_up[table])

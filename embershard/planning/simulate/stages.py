@@ -84,6 +84,7 @@ def run_stages(
     tier: FileTier | None = None,
     at_step: Callable[[int], None] = lambda _: None,
     at_batch: Callable[[int, Tensor], None] = lambda *_: None,
+    pieces: int = 1,
 ) -> None:
     """Run the stages of `LookAheadPipeline`, in its order, without their contents.
 
@@ -93,9 +94,10 @@ def run_stages(
         tier: the cache's.
         at_step: called before each step.
         at_batch: called with a step and its keys, once they are on the device.
+        pieces: steps whose rows train together, and keep their slots until the last of them.
     """
     stages, next_step = _Stages(cache, settings, tier), 0
-    known = stages.known
+    known, held = stages.known, list[Ticket]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
         for step in range(steps):
@@ -113,7 +115,13 @@ def run_stages(
             cache.unfreeze_pins()
             ticket = known.popleft().ticket
             assert ticket is not None, "prepared above"
-            cache.release(ticket)
+            held.append(ticket)
+            if (step + 1) % pieces:
+                cache.hold(ticket)
+            else:
+                for ticket in held:
+                    cache.release(ticket)
+                held.clear()
 
 
 class _Stages:

@@ -32,12 +32,14 @@ class _RowGroups:
         rows: [K] rows of the group.
         lookups: [K] lookups per step of one row.
         seen: [K] share of the steps in which one row occurs.
+        in_pieces: [K] pieces of a step in which one row occurs.
     """
 
     shard: NDArray[np.int64]
     rows: Floats
     lookups: Floats
     seen: Floats
+    in_pieces: Floats
 
     def per_shard(self, values: Floats, num_shards: int) -> Floats:
         """Sum `values` per row [K] over the rows of each shard."""
@@ -56,6 +58,7 @@ def steady_state(
     is_sample: bool,
     grows: bool = False,
     ahead: tuple[int, int] | None = None,
+    pieces: int = 1,
 ) -> PoolReport:
     """Return the steady state of one pool of slots on one rank.
 
@@ -71,32 +74,40 @@ def steady_state(
         grows: the cache grows until a batch fits.
         ahead: batches beyond the one in training that are known, and that are resident; None: what look-ahead gains is
             left out.
+        pieces: of a step, which look their rows up one after the other, and keep all of them until its end.
     """
     groups = [
-        _groups(number, *each, num_samples, global_batch_size, is_sample)
+        _groups(number, *each, num_samples, global_batch_size, is_sample, pieces)
         for number, each in enumerate(zip(tables, shards, shares, strict=True))
     ]
     pool = _RowGroups(*(np.concatenate(parts) for parts in zip(*groups, strict=True)))  # type: ignore[arg-type]
-    if grows:
-        num_slots = max(num_slots, math.ceil(float((pool.rows * pool.seen).sum())))
+    num_slots = max(num_slots, grows * math.ceil(float((pool.rows * pool.seen).sum())))
     if ahead is not None and policy.by_next_use:
         held = _held_by_next_use(pool, num_slots, ahead, policy.is_recency)
     else:
         held = _held_by_recency(pool, num_slots) if policy.is_recency else _held_by_count(pool, num_slots)
-    count = len(shards)
-    # A missing row misses with all of its lookups in the batch.
-    per_row = (pool.seen, pool.seen * held, pool.lookups, pool.lookups * held, held)
-    seen, hits, lookups, found, rows = (pool.per_shard(values, count).tolist() for values in per_row)
+    # A missing row misses once in a step, with all of its lookups in the first piece that has it.
+    missed = np.minimum(pool.seen * (1.0 - held), pool.in_pieces)
+    found = pool.lookups * (1.0 - missed / np.maximum(pool.in_pieces, 1e-300))
+    per_row = (pool.lookups, pool.in_pieces, pool.in_pieces - missed, found, missed, missed, held, pool.seen)
+    columns = [pool.per_shard(values, len(shards)).tolist() for values in per_row]
     reports = tuple(
-        ShardReport(lookups[n], seen[n], hits[n], found[n], seen[n] - hits[n], seen[n] - hits[n], rows[n], shard)
+        ShardReport(*(column[n] for column in columns[:-1]), shard, 0.0, columns[-1][n])  # type: ignore[call-arg]
         for n, shard in enumerate(shards)
     )
-    return PoolReport(reports, reports, 0, num_slots, sum(seen) > num_slots)
+    return PoolReport(reports, reports, 0, num_slots, sum(report.step_rows for report in reports) > num_slots)
 
 
 def _groups(
-    number: int, table: TableStatistics, shard: RowRange, share: float, num_samples: int, batch: int, is_sample: bool
-) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
+    number: int,
+    table: TableStatistics,
+    shard: RowRange,
+    share: float,
+    num_samples: int,
+    batch: int,
+    is_sample: bool,
+    pieces: int,
+) -> tuple[NDArray[np.int64], Floats, Floats, Floats, Floats]:
     """Return a shard's groups. The rows are its share of the table's; where hot rows are unevenly spread, its share of
     the lookups scales their rates."""
     part = shard.num_rows / table.num_rows
@@ -107,8 +118,8 @@ def _groups(
     bag = max(1.0, table.lookups_per_sample)
     draws = batch * bag  # a row that got c of the N * bag lookups misses all of a step's draws with (1 - p)^draws
     chance = np.clip(counts / max(1.0, num_samples * bag), 0.0, 1.0)
-    seen = -np.expm1(draws * np.log1p(-np.minimum(chance, 1.0 - 1e-12)))
-    return np.full(len(rows), number, np.int64), rows, lookups, seen
+    missed = draws * np.log1p(-np.minimum(chance, 1.0 - 1e-12))
+    return np.full(len(rows), number, np.int64), rows, lookups, -np.expm1(missed), -pieces * np.expm1(missed / pieces)
 
 
 def _held_by_count(pool: _RowGroups, num_slots: int) -> Floats:

@@ -55,6 +55,7 @@ STAGES: Mapping[str, Mapping[str, float]] = {
     "update": {"embedding_bytes": 2 / 3},
     "optimizer": {"update_bytes": 1},
     "disk": {"moved_pages": 1},
+    "overhead": {"more_pieces": 1},
 }
 _PART_OF = {amount: part for amount, _, part in TERMS}
 _RATE_OF = {amount: rate for amount, rate, _ in TERMS}
@@ -180,14 +181,15 @@ def replay_steps(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *,
     if pipeline.device == "cpu":
         found = _in_turn(stages, pipeline, factors)
     else:
-        buckets = num_buckets(max(work.update_bytes for work in works))
+        buckets = num_buckets(max(work.update_bytes for work in works), works[0].more_pieces > 0)
         found = _Overlapping(stages, pipeline, buckets).run(factors)
     return found.beside_disks(stages["disk"]["disk"])
 
 
-def num_buckets(parameter_bytes: float) -> int:
-    """Return the parts in which the gradients of so many bytes of dense parameters are added up."""
-    return min(_MOST_BUCKETS, max(1, math.ceil(parameter_bytes / _BUCKET_BYTES)))
+def num_buckets(parameter_bytes: float, in_pieces: bool) -> int:
+    """Return the parts in which the gradients of so many bytes of dense parameters are added up: one where those of
+    several pieces are, behind the last backward."""
+    return 1 if in_pieces else min(_MOST_BUCKETS, max(1, math.ceil(parameter_bytes / _BUCKET_BYTES)))
 
 
 def stage_seconds(works: Sequence[StepWork], rates: Rates) -> dict[str, Floats]:
@@ -204,7 +206,8 @@ def _stage_parts(works: Sequence[StepWork], rates: Rates) -> dict[str, dict[str,
             seconds = share * amounts[name] * getattr(rates, _RATE_OF[name])
             parts[_PART_OF[name]] = parts.get(_PART_OF[name], 0.0) + seconds
         found[stage] = parts
-    return {**found, "overhead": {"overhead": np.full(len(works), float(rates.step_overhead_seconds))}}
+    found["overhead"]["overhead"] += float(rates.step_overhead_seconds)  # of the first piece
+    return found
 
 
 def _in_turn(stages: Mapping[str, Mapping[str, Floats]], pipeline: Pipeline, factors: Floats) -> StepReplay:

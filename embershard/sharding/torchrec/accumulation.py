@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embershard.cache.guards import ChangeGuard
+from embershard.distributed.traffic import counted_as
 from embershard.errors import CacheError, ConfigError
 from embershard.sharding.torchrec.compat import lookups_of
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
@@ -257,7 +258,8 @@ class _DenseGradients:
                 own = [gradient for gradient in gradients if gradient.dtype == dtype]
                 flat = torch.cat([gradient.flatten() for gradient in own])
                 flat /= dist.get_world_size(wrapped.process_group)
-                dist.all_reduce(flat, group=wrapped.process_group)
+                with counted_as("dense_all_reduce"):  # as DDP's, in a backward
+                    dist.all_reduce(flat, group=wrapped.process_group)
                 for gradient, average in zip(own, flat.split([each.numel() for each in own]), strict=True):
                     gradient.copy_(average.view_as(gradient))
 

@@ -65,6 +65,7 @@ def make_workload(
     exchange: ExchangeChoice = "pooled",
     hot_bytes: int = 0,
     cores_per_node: int | None = None,
+    accumulate: int = 1,
     **table: Any,
 ) -> Workload:
     """A model, its data and how it is trained; by default the maps of all pools are arrays, the largest ones' too."""
@@ -79,6 +80,7 @@ def make_workload(
         exchange=exchange,
         mode_memory=HotRowsMemory(hot_bytes) if hot_bytes else None,
         cores_per_node=cores_per_node,
+        accumulate=accumulate,
     )
     return Workload(model_of(rows, dims, **table), data or data_of(tuple(rows)), shape)
 

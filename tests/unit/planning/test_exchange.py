@@ -16,7 +16,7 @@ from embershard.planning.cost.work import sizes_bytes
 from embershard.planning.exchange import exchange_notes
 from embershard.planning.make_plan import make_plan
 from embershard.planning.simulate.pool_report import RowRange
-from embershard.planning.simulate.replay import replay_pool
+from embershard.planning.simulate.replay import StepCut, replay_pool
 from embershard.planning.workload import Workload
 from embershard.settings.decoding import decode
 from embershard.sharding.sharding_types import ROWS_TYPES
@@ -133,7 +133,8 @@ def test_a_replay_of_exchanged_rows_counts_a_row_once_per_rank():
     assert trace is not None
     shards = [RowRange("t0", 0, 5000), RowRange("t2", 0, 300)]
     pooled, rows = (
-        replay_pool(trace, shards, 600, 128, LFU, num_steps=40, rank_batch_size=size).shards for size in (None, 64)
+        replay_pool(trace, shards, 600, 128, LFU, num_steps=40, cut=StepCut(2, is_distinct=is_distinct)).shards
+        for is_distinct in (False, True)
     )
     for shard, before, after in zip(shards, pooled, rows, strict=True):
         table = trace.tables[shard.table]

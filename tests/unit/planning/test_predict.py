@@ -267,3 +267,25 @@ def test_a_run_longer_than_its_sample_goes_on_as_the_sample_ends():
     assert fills[None] == fills[46] == traffic.shards[0].fills
     assert fills[460] == pytest.approx(0.1 * fills[46] + 0.9 * traffic.late[0].fills)
     assert fills[460] < fills[46]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_of_pieces_is_priced_by_the_piece(device):
+    """Lookups, exchanges, launches and the host's thread by the piece; dense gradients and the optimizer once."""
+    one, four = (make_workload(device=device, exchange="rows", accumulate=pieces) for pieces in (1, 4))
+    tables = [one.with_exchange(each) for each in placements(one, [("row_wise", "cached")] * 4)]
+    slots = slots_of(one, tables, share=0.3)
+    found = []
+    for workload in (one, four):
+        layout = Layout(workload, tables)
+        found.append(predict(layout, planned_slots(slots, layout.pools), rates()).ranks[0])
+    alone, cut = (rank.work for rank in found)
+    assert (alone["num_collectives"], cut["num_collectives"]) == (2 + 5, 1 + 4 * (1 + 5))
+    assert cut["launches"] == 4 * alone["launches"]
+    for name in ("planned_ids", "unique_ids", "sent_id_bytes", "sent_embedding_bytes", "sent_gradient_bytes"):
+        assert 1.2 * alone[name] < cut[name] < 4 * alone[name] + 4 * 8 * 4, name
+    for name in ("all_reduce_bytes", "update_bytes", "input_seconds", "row_ids"):
+        assert cut[name] == alone[name], name
+    assert cut["fills"] == pytest.approx(alone["fills"], rel=0.05)
+    assert found[1].seconds["overhead"] == 4 * found[0].seconds["overhead"]
+    assert found[1].step_seconds >= 4 * rates().step_overhead_seconds

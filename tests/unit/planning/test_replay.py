@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard import cache_stats
 from embershard.cache import CacheConfig, CacheGrowthWarning
@@ -19,6 +21,7 @@ from embershard.cache.next_use import pinned_tables
 from embershard.commands.plan.inputs import replay_settings
 from embershard.commands.profile.data_pass import PassOptions, profile_data
 from embershard.data import DataConfig
+from embershard.data.batch import Batch
 from embershard.data.config import SyntheticConfig
 from embershard.distributed import CheckpointConfig
 from embershard.frequency import FrequencyProfile, SampledTrace
@@ -28,7 +31,7 @@ from embershard.pipeline import look_ahead
 from embershard.pipeline.config import LookAheadConfig
 from embershard.pipeline.worker import PrefetchDepth
 from embershard.planning.simulate.pool_report import PoolReport, RowRange, ShardReport
-from embershard.planning.simulate.replay import replay_pool, replay_preferences
+from embershard.planning.simulate.replay import StepCut, TraceBatches, replay_pool, replay_preferences
 from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.training.config import RunConfig, TrainConfig
@@ -52,18 +55,24 @@ def profile() -> FrequencyProfile:
     return profile_data(DATA, PassOptions())
 
 
-LOOK_AHEAD, PROFILE = ("lookahead", "prefetch"), ("samples",)
+LOOK_AHEAD, PROFILE, TRAIN = ("lookahead", "prefetch"), ("samples",), ("accumulate",)
 
 
 def run_config(batch_size: int, **settings: Any) -> RunConfig:
-    """Settings of the cache, the look-ahead and the profile, which have no name in common."""
+    """Settings of the cache, the look-ahead, the profile and the training, which have no name in common."""
+    others = LOOK_AHEAD + PROFILE + TRAIN
     return RunConfig(
         data=DATA,
         model=small_model(),
-        cache=CacheConfig(**{name: value for name, value in settings.items() if name not in LOOK_AHEAD + PROFILE}),
+        cache=CacheConfig(**{name: value for name, value in settings.items() if name not in others}),
         look_ahead=LookAheadConfig(**{name: settings[name] for name in LOOK_AHEAD if name in settings}),
         profile=ProfileConfig(**{name: settings[name] for name in PROFILE if name in settings}),
-        train=TrainConfig(batch_size=batch_size, log_every=1000, device="cpu"),
+        train=TrainConfig(
+            batch_size=batch_size,
+            log_every=1000,
+            device="cpu",
+            **{name: settings[name] for name in TRAIN if name in settings},
+        ),
         checkpoint=CheckpointConfig(at_end=False),
     )
 
@@ -79,6 +88,9 @@ TRAINED = {
     "lookahead, warm": {"ratio": 0.3, "warmup": True, "samples": 200, "lookahead": 4},
     "a batch does not fit": {"ratio": 0.04, "lookahead": 4},
     "a batch does not fit lru": {"ratio": 0.04, "lookahead": 0, "policy": "lru"},
+    "lookahead 2, in 3 pieces": {"ratio": 0.6, "lookahead": 2, "accumulate": 3},
+    "lfu in 7 pieces, held 3 ahead": {"ratio": 0.4, "policy": "lfu", "lookahead": 2, "prefetch": 1, "accumulate": 7},
+    "lru in 2 pieces": {"ratio": 0.3, "policy": "lru", "lookahead": 0, "accumulate": 2},
 }
 
 
@@ -90,7 +102,7 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     trainer = Trainer(config, ranks)
     (pool,) = cached_embeddings(trainer.model)
     slots, tables = pool.cache.num_slots, pool.cache.tables
-    held = config.look_ahead.prefetch if "held 3" in name else 1
+    held, pieces = 3 if "held 3" in name else 1, config.train.accumulate
     monkeypatch.setattr(look_ahead, "PrefetchDepth", lambda most, is_adaptive: PrefetchDepth(held, False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheGrowthWarning)
@@ -100,10 +112,10 @@ def test_a_replay_counts_what_training_counts(ranks, profile, name, monkeypatch)
     pinned = [tables[number] for number in pinned_tables([shard.num_rows for shard in shards], slots)]
     policy = replay_settings(config, config.has_profile, trainer.stream.num_samples, "cpu")
     assert policy.prefetch == 1, "what a CPU holds while its steps do not wait"
-    policy = dataclasses.replace(policy, prefetch=held)
+    policy = dataclasses.replace(policy, prefetch=held, lookahead=policy.lookahead * pieces)
     statistics = profile.need_statistics()
     assert statistics.trace is not None
-    found = replay_pool(statistics.trace, shards, slots, 60, policy, pinned_tables=pinned)
+    found = replay_pool(statistics.trace, shards, slots, 60, policy, pinned_tables=pinned, cut=StepCut(1, pieces))
     trained = {stats.table: stats for stats in cache_stats(trainer.model)}
     expected = {table: [getattr(trained[table], each) for each in (*COUNTED, "write_backs")] for table in tables}
     assert found.num_steps == trainer.steps == 9
@@ -287,6 +299,36 @@ def test_first_touches_are_the_rows_that_the_cache_never_had(name):
         else:
             assert first == distinct
         assert (first == misses) is (num_slots == 400)
+
+
+def test_a_step_is_cut_as_training_cuts_its_batches():
+    """Two ranks' batches of seven samples, in three pieces: 3, 2 and 2 samples of each."""
+    samples = torch.arange(14.0).view(2, 7)
+    no_ids = KeyedJaggedTensor(["a"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(7, dtype=torch.int64))
+    ranks = [Batch(torch.zeros(7, 1), no_ids, own).micro_batches(3) for own in samples]
+    pieces = [torch.cat([own.labels for own in piece]).int().tolist() for piece in zip(*ranks, strict=True)]
+    order, bounds = StepCut(2, 3).order(14)
+    assert pieces == [part.tolist() for part in np.split(order, bounds[1:-1])]
+
+
+@pytest.mark.parametrize("is_distinct", [False, True])
+def test_pieces_are_looked_up_one_after_the_other(is_distinct):
+    """Also where samples come again in another order; distinct rows are those of each rank's piece."""
+    rows = skewed(50, 90)
+    given = (trace_of({"a": rows}), [RowRange("a", 0, 50)], 20, None, 30)
+    whole, cut = (TraceBatches(*given, StepCut(2, pieces, is_distinct)) for pieces in (1, 3))
+    for step in range(8):  # two epochs of four batches
+        pieces = [cut.get(3 * step + piece)[0].tolist() for piece in range(3)]
+        assert [len(each) for each in pieces] == [8, 6, 6] or is_distinct
+        every = whole.get(step)[0].tolist()
+        assert {*itertools.chain(*pieces)} == {*every}
+        if not is_distinct:
+            assert sorted(itertools.chain(*pieces)) == sorted(every)
+    if is_distinct:
+        found = [rows[20 + rank : 20 + rank + 4].tolist() for rank in (0, 10)]
+        again = TraceBatches(*given, StepCut(2, 3, is_distinct))
+        piece = [again.get(number)[0].tolist() for number in range(4)][-1]
+        assert sorted(piece) == sorted([*set(found[0]), *set(found[1])])
 
 
 def test_more_steps_than_batches_begin_again():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from embershard.cache.config import CachePolicy
 from embershard.frequency import CountHistogram, TableStatistics
 from embershard.planning.simulate.pool_report import PoolReport, RowRange
-from embershard.planning.simulate.replay import replay_pool
+from embershard.planning.simulate.replay import StepCut, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
 from embershard.sharding.run_shape import ReplaySettings
 from tests.unit.planning.traces import Ints, counted, skewed, trace_of
@@ -86,6 +86,21 @@ def test_independent_lookups_hit_as_counts_say(name, num_slots):
         assert one.lookups == pytest.approx(other.lookups)
         assert one.unique_ids == pytest.approx(other.unique_ids, rel=0.02)
         assert rates([one]) == pytest.approx(rates([other]), abs=0.06), one.shard.table
+
+
+@pytest.mark.slow
+def test_pieces_look_rows_up_again_and_miss_them_once():
+    """A step of four pieces: its rows stay until its end, so later pieces find those of earlier ones."""
+    lookups = {"a": (500, skewed(500, 9000, power=3))}
+    trace, shards = trace_of({"a": lookups["a"][1]}), [RowRange("a", 0, 500)]
+    one, four = (from_counts(lookups, 200, 100, LFU, pieces=pieces).shards[0] for pieces in (1, 4))
+    whole, cut = (replay_pool(trace, shards, 200, 100, LFU, cut=StepCut(2, pieces)).late[0] for pieces in (1, 4))
+    assert one.step_rows == one.unique_ids == pytest.approx(whole.unique_ids, rel=0.02)
+    assert four.unique_ids == pytest.approx(cut.unique_ids, rel=0.02)
+    assert four.step_rows == one.step_rows < 0.9 * four.unique_ids
+    assert (four.lookups, four.fills) == pytest.approx((one.lookups, one.fills))
+    assert rates([four]) == pytest.approx(rates([cut]), abs=0.03)
+    assert rates([one]) != pytest.approx(rates([cut]), abs=0.03), "the control: counts of whole batches"
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_one_rank_of_a_gpu_takes_its_longest_stream(work, rates, lookahead) -> N
     train = ("lookup", "forward", "backward", "update", "optimizer")
     streams = {
         "train": sum(stage_seconds(work, rates, stage) for stage in train),
-        "host": rates.step_overhead_seconds,
+        "host": (1 + work.more_pieces) * rates.step_overhead_seconds,
         "plan": stage_seconds(work, rates, "plan"),
         "copies": stage_seconds(work, rates, "fills") + stage_seconds(work, rates, "write_backs"),
         "both": (sum(stage_seconds(work, rates, stage) for stage in ("plan", "fills", "write_backs"))) / 2,
