@@ -7,7 +7,8 @@ A linear program over all options of all tables. It lets go of four things, each
 * shards need no ranks of their own: the slowest rank of a stage takes at least the mean of all ranks, and at least the
   largest shard of every table. Where ranks of a CPU take turns on fewer cores, a shard is as fast as on a core of its
   own: the other ranks of its node may be done;
-* memory is one: all ranks together, and all nodes, keep to the sum of their limits;
+* memory is one: all ranks together, and all nodes, keep to the sum of their limits; with slots as a share of the rows,
+  all pools of one kind of shard;
 * a cached table may have any size, and does the work of the next larger of some sizes.
 
 Options that the ranks have no room for are left out. The solver is HiGHS, by scipy (Huangfu and Hall 2018).
@@ -16,8 +17,10 @@ Options that the ranks have no room for are left out. The solver is HiGHS, by sc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from contextlib import suppress
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +28,7 @@ from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
+from embershard.cache.config import LEAST_SLOTS
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost_arrays import MEMORY, STAGES, CostArrays, Option
@@ -143,7 +147,8 @@ class _Program:
             is_whole = np.zeros(self._num)
             is_whole[whole] = 1
             rows = [LinearConstraint(at_most, -np.inf, limits), LinearConstraint(equal, values, values)]
-            found = milp(aim, integrality=is_whole, constraints=rows, options={"node_limit": _MOST_NODES})
+            with _no_output():
+                found = milp(aim, integrality=is_whole, constraints=rows, options={"node_limit": _MOST_NODES})
         if found.status == 2:
             raise ShardingError("no plan fits into the memory of all ranks together")
         if whole is not None and found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
@@ -151,6 +156,20 @@ class _Program:
         if not found.success:
             raise ShardingError(f"the bound could not be computed: {found.message}")
         return float(found.fun)
+
+
+@contextmanager
+def _no_output() -> Iterator[None]:
+    """Keep the standard output of the process free of a line that HiGHS writes past its options."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def lower_bound(costs: CostArrays, *, whole_groups: bool = False) -> Bound:
@@ -174,6 +193,8 @@ def lower_bound(costs: CostArrays, *, whole_groups: bool = False) -> Bound:
     for own in shares:
         program.equal(1.0, (own, 1.0))
     _add_memory(program, costs, shares)
+    if costs.ratio is not None:
+        _add_pools(program, costs, shares, costs.ratio)
     for number, name in enumerate(STAGES):
         _slowest(program, costs, shares, np.array([stages[name]]), [number], float(base[number]))
     names = sorted({option.group for options in costs.options for option in options})
@@ -227,6 +248,19 @@ def _add_memory(program: _Program, costs: CostArrays, shares: list[NDArray[np.in
         pairs = zip(shares, costs.options, strict=True)
         terms = [(own, np.array([float(o.total_memory @ weights) for o in options])) for own, options in pairs]
         program.at_most(left, *terms)
+
+
+def _add_pools(program: _Program, costs: CostArrays, shares: list[NDArray[np.int64]], ratio: float) -> None:
+    """Shards that share caches have a share of their own rows as slots, and no others' slots: all ranks together, and
+    a few more for each shard."""
+    held, more = MEMORY.index("held"), LEAST_SLOTS + 1
+    for pool in sorted({option.pool for options in costs.options for option in options} - {""}):
+        terms = []
+        for own, options in zip(shares, costs.options, strict=True):
+            over = [o.total_memory[held] - ratio * o.pool_rows - more * o.num_shards for o in options]
+            inside = np.array([option.pool == pool for option in options])
+            terms.append((own[inside], np.array(over)[inside]))
+        program.at_most(0.0, *terms)
 
 
 def _slowest(

@@ -48,7 +48,7 @@ _LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)
 #: The most of a rank's memory that a table loses from one size to the next, as long as there are not so many sizes.
 _STEP, _MOST_SIZES = 0.04, 40
 #: Sizes of caches in the bound, which is lower by what a cache of the next size does better.
-_BEST_LEVELS, _MOST_LEVELS = 6, 2000  # of one table, and of all
+_BEST_LEVELS, _MOST_LEVELS = 40, 160  # of one table, and of all
 
 
 def _by_column(values: Floats) -> Floats:
@@ -68,6 +68,8 @@ class Option:
         host_bytes: [N].
         row_id_seconds: that every rank's lookup takes longer, to find the distinct ids of its samples.
         level: of its cache's size, in a search from 0, the largest; 0 without a cache.
+        pool: shards of one share the caches of their ranks; "" without a cache.
+        pool_rows: of all shards.
     """
 
     sharding: Sharding
@@ -79,6 +81,8 @@ class Option:
     host_bytes: Floats
     row_id_seconds: float
     level: int = 0
+    pool: str = ""
+    pool_rows: float = 0.0
 
     @property
     def num_shards(self) -> int:
@@ -125,6 +129,7 @@ class CostArrays:
         window: bytes of the known batches from those of one, and of a rank with a table that exchanges rows.
         world_size, ranks_per_node: R, and those of a node.
         device_limit: bytes of a rank; None: not limited.
+        ratio: slots of each pool as a share of its rows, where `device_limit` and "held" are slots; None: they are not.
         host_limit: bytes of a node.
         formula: of the seconds of a step.
         ranks: of the tables, where they are decided.
@@ -139,6 +144,7 @@ class CostArrays:
     world_size: int
     ranks_per_node: int
     device_limit: float | None
+    ratio: float | None
     host_limit: float | None
     formula: StepFormula
     less_bytes: Floats
@@ -385,6 +391,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         world_size=shape.world_size,
         ranks_per_node=min(shape.ranks_per_node, shape.world_size),
         device_limit=None if limit is None else float(limit),
+        ratio=request.budget.ratio if slots_only and not any(pin.slots for pin in request.pins.values()) else None,
         host_limit=None if request.node_bytes is None else float(request.node_bytes),
         formula=_formula(request, stages, base.update_bytes),
         less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
@@ -548,6 +555,8 @@ class _Options:
             memory=np.tile(self._memory(whole, size, done, shares, parts), (cuts, 1)),
             host_bytes=np.tile(parts * host, cuts),
             row_id_seconds=row_ids * self._request.rates.seconds_per_row_id,
+            pool=f"{sharding}, {columns} {table.dtype}, {exchange}" if kernel == "cached" else "",
+            pool_rows=float(table.rows * cuts),
         )
 
     def _memory(
@@ -576,8 +585,8 @@ class _Options:
             held += done.unique_ids - done.hits_unique
         if self._at_best:  # a batch has fewer of the rows of a block that is looked up unevenly
             needed = 0.0 if np.ptp(shares - parts) else needed_slots(report.step_rows)
-        if in_slots:
-            found[:, :2], found[:, 2] = 0.0, parts * min(whole.rows, held)
+        if in_slots:  # where a batch does not fit, rows do not stay, and it has the slots that it needs
+            found[:, :2], found[:, 2] = 0.0, parts * min(whole.rows, held) * (report.held_rows >= 1)
             return found
         if budget.ratio is not None:
             needed = held = budget.ratio * whole.rows

@@ -104,8 +104,31 @@ def on_two_nodes(seed: int) -> PlanRequest:
     )
 
 
+def by_default(seed: int) -> PlanRequest:
+    """Two or three tables on two ranks, with the budget of `cache.ratio`, any exchange, and tables of all sizes."""
+    rng = np.random.default_rng(seed)
+    count = 2 + seed % 2
+    rows = tuple(int(each) for each in np.clip(rng.lognormal(12.0, 2.2, count), 1e3, 5e7))
+    dims = tuple(int(dim) for dim in rng.choice([16, 32, 64, 128], count))
+    bags = np.clip(rng.lognormal(1.0, 1.0, count), 1, [min(60, each // 20) for each in rows]).astype(int)
+    exponents = rng.uniform(0.5, 1.3, count)
+    tables = [AssumedTable(f"t{n}", rows[n], float(exponents[n]), int(bags[n])) for n in range(count)]
+    request = make_request(
+        Budget(ratio=(0.05, 0.1)[seed // 6 % 2]),
+        effort=1.0,
+        rows=rows,
+        dims=dims,
+        data=assumed_statistics(tables, 10**8),
+        batch_size=int(rng.choice([1024, 8192])),
+        device="cpu" if seed % 4 == 0 else "cuda",
+        exchange=("pooled", "rows", "auto")[seed // 2 % 3],
+        cache=ReplaySettings(CachePolicy("lfu"), 16 if seed % 5 else 0),
+    )
+    return replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
+
+
 #: Numbers of tasks of each kind.
-NUM_TASKS = {on_two_ranks: 200, on_shared_cores: 100, on_two_nodes: 200}
+NUM_TASKS = {on_two_ranks: 200, on_shared_cores: 100, on_two_nodes: 200, by_default: 60}
 
 
 def every_plan(request: PlanRequest) -> Iterator[float]:

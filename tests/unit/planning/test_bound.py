@@ -26,6 +26,7 @@ from embershard.sharding.run_shape import ReplaySettings
 from tests.covering import keep
 from tests.unit.planning.exhaustive import (
     NUM_TASKS,
+    by_default,
     every_plan,
     on_shared_cores,
     on_two_nodes,
@@ -45,6 +46,27 @@ def test_no_plan_is_faster_than_the_bound(seed):
 @pytest.mark.parametrize("seed", keep((1, 2), range(30)))
 def test_no_plan_is_faster_than_the_bound_where_ranks_share_cores(seed):
     check(on_shared_cores(seed))
+
+
+@pytest.mark.parametrize("seed", keep((4, 16), range(NUM_TASKS[by_default])))
+def test_no_plan_is_faster_than_the_bound_where_slots_are_a_share_of_the_rows(seed):
+    check(by_default(seed))
+
+
+def test_caches_take_no_slots_of_tables_with_other_columns(monkeypatch, capfd):
+    """The plan is the best of all; a bound as if all tables shared one cache is much further from it."""
+    assert _told(by_default(16)) < 0.5
+    monkeypatch.setattr("embershard.planning.bound._add_pools", lambda *_: None)
+    assert _told(by_default(16)) > 0.8
+    monkeypatch.undo()
+    best_candidate(by_default(4))
+    assert capfd.readouterr().out == "", "its solver writes a line"
+
+
+def _told(request: PlanRequest) -> float:
+    found = best_candidate(request)
+    assert found.bound is not None
+    return found.bound.gap(found.step_seconds)
 
 
 def check(request: PlanRequest) -> None:
