@@ -6,8 +6,9 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from embershard.cache.config import MOST_POOL_ROWS
 from embershard.cache.statistics import apportion
@@ -30,6 +31,8 @@ _MOST_SHARDS = 200_000  # of a number of ranks that is only tried for a message
 _MOST_BALANCED = 400  # of which whole tables are placed for it: under a second
 _MOST_SCANNED = 12  # numbers of ranks that are tried one after the other
 _MOST_SEARCHED = 3  # of them, for which whole tables are placed
+_MOST_RAISED = 4  # times that limits are worked out
+_MOST_TRIED = 3  # values of a setting, of which a search may be needed
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class LeastNeed:
         less = budget.less(rank.rank)
         need, may = rank.asked(budget) - less, limit - less
         table, part, purpose = rank.largest
-        change = device_memory(budget, [each.asked(budget) - budget.less(each.rank) for each in self.ranks])
+        change = self._larger_limits(request)
         if budget.cache_bytes is not None:
             change = f"--set cache.device_bytes={need}"
         rest, tables = rank.fixed_bytes - sum(rank.whole.values()), "these tables" if rank.whole else "caches"
@@ -152,6 +155,21 @@ class LeastNeed:
             f"({purpose}){others}. Smallest change that fits: {change}"
             f"{_other_changes(request, is_device_short=True)}"
         )
+
+    def _larger_limits(self, request: PlanRequest) -> str:
+        """Return the option with limits that fit this placement. Under larger ones less of what the driver takes may
+        lie outside of them."""
+        need, budget = self, request.budget
+        for _ in range(_MOST_RAISED):
+            needs = [each.asked(budget) - budget.less(each.rank) for each in need.ranks]
+            change = device_memory(budget, needs)
+            other = _changed(request, "device_memory", _larger_limits(budget, needs))
+            if other is None:
+                break
+            need, budget = need_of(other, self.tables), other.budget
+            if need.fits_device(budget):
+                break
+        return change
 
     def check_host(self, request: PlanRequest) -> None:
         """Raise unless the nodes' host memory can hold the rows.
@@ -298,10 +316,52 @@ def _rank_need(request: PlanRequest, rank: int, here: Sequence[PlacedShard]) -> 
 def _other_changes(request: PlanRequest, *, is_device_short: bool) -> str:
     """Return the advice to use another number of ranks, where one is found, for too little memory of devices or of
     nodes; what so many ranks may use is in their own request."""
+    settings = list(_smaller_settings(request)) if is_device_short else []
     found = _more_ranks(request, is_device_short=is_device_short)
-    if found == 0:
-        return "; more ranks do not help, a smaller train.batch_size may"
-    return "" if found is None else f"; or --ranks {found}"
+    changes = "".join(f"; or {each}" for each in (*settings, *([f"--ranks {found}"] if found else [])))
+    hope = ", a smaller train.batch_size may" if request.on_change is None else ""  # else it was tried
+    return f"{changes}; more ranks do not help{hope}" if found == 0 else changes
+
+
+def _smaller_settings(request: PlanRequest) -> Iterator[str]:
+    """Yield the single changes of settings with which devices have enough, those first that cost least: maps by hash,
+    the longest window of known batches, the fewest pieces of a step, the largest batch."""
+    shape = request.workload.shape
+    doubled = [2**power for power in range(1, shape.batch_size.bit_length())]
+    tried: dict[str, Sequence[Any]] = {
+        "cache.slot_map": ("hashed",) if shape.slot_map != "hashed" else (),
+        "look_ahead.lookahead": range(shape.cache.lookahead - 1, 0, -1),
+        "train.accumulate": [pieces for pieces in doubled if pieces > shape.pieces],
+        "train.batch_size": [shape.batch_size // part for part in doubled],
+    }
+    for key, values in tried.items():
+        # The less, the smaller the need: the first value of those that fit, with hardly a search.
+        least = bisect.bisect_left(values, True, key=lambda value: _fits_by(request, key, value, _quick_needs))
+        for value in values[least : least + _MOST_TRIED]:
+            if _fits_by(request, key, value, least_needs):
+                yield f"--set {key}={value}"
+                break
+
+
+def _fits_by(request: PlanRequest, key: str, value: Any, needs: Callable[[PlanRequest], Iterable[LeastNeed]]) -> bool:
+    """Return whether one of the needs fits with another value of a setting."""
+    other = _changed(request, key, value)
+    return other is not None and _fits(other.budget, needs(other))
+
+
+def _quick_needs(request: PlanRequest) -> Iterable[LeastNeed]:
+    return list(_needs_by_rows(request)) or _needs_of_whole_tables(request)
+
+
+def _changed(request: PlanRequest, key: str, value: Any) -> PlanRequest | None:
+    """Return the request with another value of a setting; None where changes are not tried, or the run's other settings
+    do not allow it."""
+    if request.on_change is None:
+        return None
+    try:
+        return request.on_change(key, value)
+    except ConfigError:
+        return None
 
 
 def ranks_without_caches(request: PlanRequest) -> int | None:
@@ -325,7 +385,13 @@ def all_on_devices(request: PlanRequest) -> PlanRequest:
     """Return the request with every table whole on the devices, without a cache; on other numbers of ranks, too."""
     pins = {table.table: TablePin(kernel="device") for table in request.sharded}
     pins |= {name: replace(pin, kernel="device", slots=None) for name, pin in request.pins.items()}
-    return replace(request, pins=pins, on_ranks=lambda num_ranks: all_on_devices(request.for_ranks(num_ranks)))
+    change = request.on_change
+    return replace(
+        request,
+        pins=pins,
+        on_ranks=lambda num_ranks: all_on_devices(request.for_ranks(num_ranks)),
+        on_change=None if change is None else lambda key, value: all_on_devices(change(key, value)),
+    )
 
 
 def _more_ranks(request: PlanRequest, *, is_device_short: bool = True) -> int | None:
@@ -446,8 +512,12 @@ def _bytes(count: int) -> str:
     return f"{size(count)} ({count} bytes)" if count >= 1024 else f"{count} bytes"
 
 
+def _larger_limits(budget: Budget, needs: Sequence[int]) -> list[int]:
+    if not budget.less_bytes:
+        return [max(needs)]
+    return [max(pair) for pair in zip(needs, budget.by_rank, strict=True)]
+
+
 def device_memory(budget: Budget, needs: Sequence[int]) -> str:
     """Return the option that gives the ranks the bytes that they need, [ranks], and none less than it has."""
-    if not budget.less_bytes:
-        return f"--device-memory {max(needs)}"
-    return f"--device-memory {','.join(str(max(pair)) for pair in zip(needs, budget.by_rank, strict=True))}"
+    return f"--device-memory {','.join(map(str, _larger_limits(budget, needs)))}"

@@ -8,6 +8,7 @@ prediction      quick for every candidate, from counts; of the best one by repla
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,6 +126,8 @@ def best_candidate(request: PlanRequest) -> Candidate:
     need = needs[0]
     if not need.excess_rows:
         least = _least_found(request, needs)
+        if request.budget.less_bytes and not least.fits_device(request.budget):
+            least = min(needs, key=lambda each: each.asked(request.budget))  # found under other limits of ranks, too
         least.check_device(request)
         if (fitting := sized(request, least.tables)) is not None:
             return replace(fitting, bound=bound)
@@ -179,11 +182,25 @@ def _no_room(request: PlanRequest, need: LeastNeed) -> str:
     ranks = larger.quick.ranks
     fullest = max(ranks, key=lambda each: each.total_device_bytes + budget.less(each.rank))
     needed, limit = fullest.total_device_bytes, budget.device_bytes - budget.less(fullest.rank)
+    change = device_memory(budget, [each.total_device_bytes for each in ranks])
+    ratio = _largest_ratio(request, need.tables)
     return (
         f"the plan does not fit: a rank with {budget.ratio:g} of its rows on the device needs {size(needed)} and "
-        f"may use {size(limit)}: {size(needed - limit)} are missing. Use a smaller ratio, or "
-        f"{device_memory(budget, [each.total_device_bytes for each in ranks])}"
+        f"may use {size(limit)}: {size(needed - limit)} are missing. Smallest change that fits: {change}"
+        f"{f'; or --ratios {ratio:g}' if ratio else ''}"
     )
+
+
+def _largest_ratio(request: PlanRequest, tables: Sequence[TablePlacement]) -> float:
+    """Return the largest ratio of three digits below the request's with which a placement fits; 0: none."""
+    budget = request.budget
+    assert budget.ratio is not None, "the budget has one"
+    most = math.floor(1000 * budget.ratio)
+    ratios = [number / 1000 for number in range(most, 0, -1)]
+    fitting = bisect.bisect_left(
+        ratios, True, key=lambda each: sized(replace(request, budget=replace(budget, ratio=each)), tables) is not None
+    )
+    return ratios[fitting] if fitting < len(ratios) else 0.0
 
 
 def complete(request: PlanRequest, candidate: Candidate, progress: Callable[[int, int], None] | None = None) -> Plan:

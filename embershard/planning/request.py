@@ -122,6 +122,9 @@ class PlanRequest:
         effort: the search takes so many times as long.
         on_ranks: makes the request for another number of ranks of such machines, or says why there is none
             (EmbershardError); None: a rank and a node have as much memory and as many samples as in this one.
+        on_change: makes the request with another value of a setting ("look_ahead.lookahead"), or with other limits of
+            the ranks' devices ("device_memory"), or says why there is none (EmbershardError); None: changes are not
+            tried.
         topology: the machine, for a note on the error of its predicted speed; None: no note.
     """
 
@@ -139,6 +142,7 @@ class PlanRequest:
     topology: Topology | None = None
     effort: float = 1.0
     on_ranks: Callable[[int], PlanRequest] | None = field(default=None, compare=False)
+    on_change: Callable[[str, Any], PlanRequest] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for pins that no plan can have, and limits that are not of these ranks."""

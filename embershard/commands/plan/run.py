@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class Setup:
             made_from={**{name: str(getattr(arguments, name)) for name in files}, "command": self.command},
             notes=self._notes(topology, device_bytes, workload),
             on_ranks=lambda other: self.request(other, ratio),
+            on_change=lambda key, value: self._changed(key, value).request(num_ranks, ratio),
             topology=topology,
             effort=arguments.effort,
         )
@@ -113,6 +114,14 @@ class Setup:
             *host_type_notes(config.cache, workload.model.tables, predicts_gpu=topology.device == "cuda"),
         )
         return [note for note in notes if note is not None]
+
+    def _changed(self, key: str, value: Any) -> Setup:
+        """Return this with another value of a setting, or with other limits of `--device-memory`."""
+        if key == "device_memory":
+            return replace(self, arguments=argparse.Namespace(**{**vars(self.arguments), key: value}))
+        part, _, name = key.partition(".")
+        changed = replace(getattr(self.config, part), **{name: value})
+        return replace(self, config=replace(self.config, **{part: changed}))
 
     def shaped(self, num_ranks: int) -> Topology:
         """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""

@@ -122,7 +122,7 @@ def _with(request: PlanRequest, table: str, sharding: str) -> Alternative:
 
 def _best(request: PlanRequest, table: str, way: str) -> Alternative:
     try:
-        best = best_candidate(request)
+        best = best_candidate(replace(request, on_change=None))  # of the run's settings: they know no other way
     except ShardingError as error:
         return Alternative(way, problem=str(error))
     ranks = next(placed.ranks for placed in best.tables if placed.table == table)

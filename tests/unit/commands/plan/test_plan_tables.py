@@ -67,6 +67,53 @@ def test_less_memory_takes_caches(file, capsys):
     assert "cached" in capsys.readouterr().out
 
 
+HUGE = """
+samples = 10_000_000
+[tables.t0]
+rows = 31_622_776
+lookups = 20
+dim = 128
+zipf = 1.1
+[model]
+embedding_dim = 64
+dense_arch_layer_sizes = [128, 64]
+over_arch_layer_sizes = [128, 1]
+[train]
+batch_size = 1024
+"""
+#: Words of a plan that does not fit, and parts of the changes that its refusal names.
+REFUSED = [
+    ("--ranks 1 --device-memory 60MiB", ["--device-memory ", "cache.slot_map=hashed"]),
+    ("--ranks 4 --device-memory 60MiB",
+        ["--device-memory ", "cache.slot_map=hashed", "look_ahead.lookahead=", "train.batch_size="]),
+    ("--ranks 2 --device-memory 70MiB,50MiB", ["--device-memory ", "cache.slot_map=hashed"]),
+    ("--ranks 1 --device-memory 16GiB --ratios 0.99", ["--device-memory ", "--ratios 0."]),
+    ("--ranks 1 --device-memory 140MiB --set cache.slot_map=array --set train.batch_size=4096",
+        ["--device-memory ", "train.batch_size="]),
+    ("--ranks 1 --device-memory 1GiB --host-memory 1GiB", ["--host-memory ", "--ranks "]),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "named"), [case if number < 2 else matrix(*case) for number, case in enumerate(REFUSED)]
+)
+def test_each_change_that_a_refusal_names_fits(file, capsys, words, named):
+    """In the command that names it: in place of the option that is wrong, or behind it."""
+    file.write_text(HUGE)
+    given = words.split()
+    assert plan(file, *given) == 2
+    said = " ".join(capsys.readouterr().err.split()).partition("Smallest change that fits: ")[2]
+    changes = [each.removeprefix("or ") for each in said.rstrip(".").split("; ") if "--" in each]
+    assert all(any(part in change for change in changes) for part in named), said
+    for change in changes:
+        option, value = change.split()
+        at = given.index(option) if option in given and option != "--set" else None
+        changed = [*given, option, value] if at is None else [*given[:at], option, value, *given[at + 2 :]]
+        assert plan(file, *changed) == 0, change
+    capsys.readouterr()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("small", "more"), [("cache.host_dtype", 3 * 2000 * (16 + 2)), matrix("cache.host_dtypes.item", 0)]
