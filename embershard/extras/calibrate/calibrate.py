@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from embershard.errors import ConfigError, SetupError
+from embershard.extras.calibrate.fit import fit_rates
 from embershard.extras.calibrate.reference_steps import Segment, Segments
 from embershard.launch.launcher import start_ranks
 from embershard.launch.screen import make_table, plain_console, say
 from embershard.launch.versions import versions
 from embershard.planning.cost.rates import Rates, StepWork, own_work
 from embershard.planning.cost.topology import Topology, save_topology
-from embershard.planning.recalibrate import fit_rates
 from embershard.run_result import QUIET
 from embershard.settings.decoding import decode
 

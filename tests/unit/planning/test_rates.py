@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from embershard.data.schema import Schema, SparseFeature, Target
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.errors import ConfigError
+from embershard.extras.calibrate.fit import fit_rates, nonnegative_least_squares
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import FACTORIZED, WITH_TOWERS
 from embershard.models.dense_size import DenseSize
 from embershard.planning.cost import work as formulas
 from embershard.planning.cost.rates import TERMS, Rates, StepWork, step_parts
-from embershard.planning.recalibrate import fit_rates, nonnegative_least_squares
 from embershard.settings.decoding import decode
 from embershard.sharding.sizes import PlacedShard, TableSize
 
