@@ -97,7 +97,7 @@ def compare(trees: dict[str, Path], samples: Path, ranks: int, options: Any) -> 
     words = [str(samples / "run.toml"), f"train.batch_size={options.batch_size}", "train.log_every=1"]
     words += ["train.device=cpu"]
     with contextlib.ExitStack() as stack:
-        groups = {name: _start(stack, tree, ranks, words) for name, tree in trees.items()}
+        groups = {name: start(stack, tree, ranks, words) for name, tree in trees.items()}
         before = {name: _step(group)[0] for name, group in groups.items()}
         seconds: dict[str, list[float]] = {name: [] for name in trees}
         losses: dict[str, list[float]] = {name: [] for name in trees}
@@ -116,7 +116,7 @@ def compare(trees: dict[str, Path], samples: Path, ranks: int, options: Any) -> 
     }
 
 
-def _start(stack: contextlib.ExitStack, tree: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[str]]:
+def start(stack: contextlib.ExitStack, tree: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[str]]:
     """Start ranks that train a step for every line that each is sent."""
     store = stack.enter_context(tempfile.TemporaryDirectory())
     (Path(store) / "rank.py").write_text(_RANK, encoding="utf-8")
@@ -140,6 +140,12 @@ def _start(stack: contextlib.ExitStack, tree: Path, ranks: int, words: list[str]
 
 def _step(group: list[subprocess.Popen[str]]) -> tuple[float, float]:
     """Train a step; return the CPU seconds that all ranks have taken since they started, and the loss."""
+    found = steps_of(group)
+    return sum(seconds for seconds, _ in found), found[0][1]
+
+
+def steps_of(group: list[subprocess.Popen[str]]) -> list[tuple[float, float]]:
+    """Train a step; return the CPU seconds that each rank has taken since it started, and its loss."""
     for process in group:
         assert process.stdin is not None
         process.stdin.write("step\n")
@@ -150,8 +156,9 @@ def _step(group: list[subprocess.Popen[str]]) -> tuple[float, float]:
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"a rank ended with exit status {process.wait()}; its error is shown above")
-        found.append([float(each) for each in line.split()])
-    return sum(seconds for seconds, _ in found), found[0][1]
+        seconds, loss = map(float, line.split())
+        found.append((seconds, loss))
+    return found
 
 
 def _python(tree: Path, *words: str) -> None:
