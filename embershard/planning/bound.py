@@ -161,6 +161,9 @@ class _Program:
 @contextmanager
 def _no_output() -> Iterator[None]:
     """Keep the standard output of the process free of a line that HiGHS writes past its options."""
+    if sys.stdout is None:  # the process began without one
+        yield
+        return
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
