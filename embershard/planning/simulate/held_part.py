@@ -86,8 +86,8 @@ class HeldPart:
             else "Only later data can tell more: profile them, and compare (embershard profile compare)."
         )
         note = (
-            f"Counts do not last in these data: {self.sentence}. So hits in the long run are a range, or are not told. "
-            f"{better}"
+            f"Hits in the long run are a range, or are not told, where counts do not last: {self.sentence}, of all "
+            f"tables together. {better}"
         )
         return replace(prediction, tables=tables), [note]
 
