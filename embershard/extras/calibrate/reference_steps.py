@@ -250,7 +250,7 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
         return ranks.from_first(lambda: time.perf_counter() > began + seconds)
 
     # Each is measured as soon as it is built: of what does not fit the time, the first settings are whole.
-    timed, quiet, shown = list[_Timed](), dict.fromkeys(plan.settings, 0), began
+    timed, quiet, shown = dict[str, _Timed](), dict.fromkeys(plan.settings, 0), began
     for turn in range(sys.maxsize):
         waiting = [name for name in plan.settings if quiet[name] < plan.num_quiet]
         if not waiting or (turn >= plan.num_quiet and is_late(plan.seconds)) or is_late(plan.most_seconds):
@@ -258,15 +258,14 @@ def measure(plan: Segments, ranks: Ranks) -> list[Segment]:
         for number, name in enumerate(waiting):
             if is_late(plan.most_seconds):
                 break
-            if turn == 0:
-                timed.append(_Timed(name, plan, ranks))
-            (setting,) = (each for each in timed if each.name == name)
-            found.append(setting.measure(plan.skip, plan.steps))
+            if name not in timed:
+                timed[name] = _Timed(name, plan, ranks)
+            found.append(timed[name].measure(plan.skip, plan.steps))
             quiet[name] += found[-1].foreign <= QUIET
             if ranks.is_first and time.perf_counter() > shown + _SHOWN_SECONDS:
                 shown = time.perf_counter()
                 _show_progress(turn, number, len(waiting), found[-1])
-    for each in timed:
+    for each in timed.values():
         each.close()
     return found
 
