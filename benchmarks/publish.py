@@ -50,9 +50,9 @@ def main() -> None:
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure in this process."""
     from embershard.distributed import process_group
+    from embershard.extras.serving.serving_replica import Replica
+    from embershard.extras.serving.write import export_base
     from embershard.launch.screen import silence_libraries
-    from embershard.serving.serving_replica import Replica
-    from embershard.serving.write import export_base
     from embershard.training.trainer import Trainer
 
     silence_libraries()
@@ -151,7 +151,7 @@ def apply(replica: Any) -> dict[str, Any]:
 def delay(options: argparse.Namespace, folder: Path, ranks: Any) -> dict[str, Any]:
     """Train while a replica follows; return how old updates were when they were served."""
     from embershard.extras.publications.part import Publisher
-    from embershard.serving.write import export_base
+    from embershard.extras.serving.write import export_base
     from embershard.training.trainer import Trainer
 
     config = _config(options, folder, options.delay_steps)
@@ -192,7 +192,7 @@ def delay(options: argparse.Namespace, folder: Path, ranks: Any) -> dict[str, An
 def _follow(folder: Path, pipe: Connection) -> None:
     """Take what comes, until the delta that is named last; return when each was served, and for how long the lock was
     held."""
-    from embershard.serving.serving_replica import Replica
+    from embershard.extras.serving.serving_replica import Replica
 
     replica = Replica(folder)
     timed = replica._lock = _Timed(replica._lock)  # type: ignore[assignment]

@@ -139,7 +139,7 @@ every_steps = {options.every}
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[int]:
     """What `embershard serve` starts, in this process."""
-    from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
+    from embershard.extras.serving.server.prediction_server import Limits, PredictionServer, Predictor
 
     predictor = Predictor(folder, every_seconds=_POLL_SECONDS)
     with PredictionServer(predictor, "127.0.0.1", 0, Limits()) as server:
@@ -195,7 +195,7 @@ def _rows(rows: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
 def checked(folder: Path, rows: list[dict[str, Any]], answers: list[_Answer]) -> dict[str, Any]:
     """Compare every answer with that of a replica of the state whose step it names."""
     from embershard.distributed.publish.published import published
-    from embershard.serving.serving_replica import Replica
+    from embershard.extras.serving.serving_replica import Replica
 
     asked: dict[int, list[tuple[int, list[float]]]] = {}
     for number, status, found, _ in answers:

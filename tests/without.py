@@ -103,9 +103,9 @@ CAPABILITIES = {
         ("ray", "slurm", "kubernetes", "cluster"),
     ),
     "serving": Capability(
-        ("commands.export", "serving"), ("export", "serv", "publish", "replica", "predict"), carries=("server",)
+        ("extras.serving",), ("export", "serv", "publish", "replica", "predict"), carries=("server",)
     ),
-    "server": Capability(("extras.server",), ("serve", "server")),
+    "server": Capability(("extras.serving.server",), ("serve", "server")),
     "judging": Capability(
         ("extras.judging",),
         ("inspect", "judg", "kinds", "suggest", "layouts", "lists", "own_data", ".csv"),

@@ -40,9 +40,9 @@ from embershard.distributed.publish.published import PublicationError, tensors_i
 from embershard.distributed.tensors_file import safetensors
 from embershard.extras.publications import part as publisher_module
 from embershard.extras.publications.part import Publisher
-from embershard.serving.serving_model import table_names, weights_of
-from embershard.serving.serving_replica import Replica
-from embershard.serving.write import SavedIds
+from embershard.extras.serving.serving_model import table_names, weights_of
+from embershard.extras.serving.serving_replica import Replica
+from embershard.extras.serving.write import SavedIds
 from embershard.sharding.torchrec.ids.id_tables import PoolIdMaps
 from embershard.whole_file import whole_file
 from tests.faults.children import in_child

@@ -26,7 +26,7 @@ from embershard.distributed.publish.published import Publication
 from embershard.distributed.tensors_file import safetensors
 from embershard.extras.publications import write
 from embershard.extras.publications.part import Publisher
-from embershard.serving import write as export_module
+from embershard.extras.serving import write as export_module
 from embershard.sharding.torchrec import cache_stats, cached_embeddings, without_flushes
 from embershard.training.checkpoint.identity import ORDER
 from embershard.training.checkpoint.resume import resume_run

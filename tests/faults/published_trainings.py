@@ -38,8 +38,8 @@ from embershard.distributed.publish.published import (
     PublicationError,
     published,
 )
-from embershard.serving.serving_model import Model, load, table_names, weights_of
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_model import Model, load, table_names, weights_of
+from embershard.extras.serving.serving_replica import Replica
 from tests.faults import published_lives
 from tests.faults.processes import SETTINGS, Training, still_alive
 from tests.faults.processes import STEPS as COMMAND_STEPS

@@ -37,8 +37,8 @@ from embershard.distributed.checkpoint.folder import leftovers
 from embershard.distributed.checkpoint.load import BoxReader, read_scalars, verify_alone
 from embershard.distributed.publish.published import PublicationError
 from embershard.errors import ConfigError, EmbershardError
-from embershard.serving.serving_model import load
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_model import load
+from embershard.extras.serving.serving_replica import Replica
 from tests.faults import random_lives
 from tests.faults.published_trainings import replica_differences
 from tests.faults.random_lives import Meaning, Way, config_of, write_samples

@@ -40,10 +40,10 @@ from embershard.distributed import changed_rows
 from embershard.distributed.publish import published
 from embershard.distributed.publish.published import DamagedError
 from embershard.extras.publications import compact
-from embershard.extras.server import prediction_server
-from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
-from embershard.serving import serving_model, serving_replica, serving_values
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving import serving_model, serving_replica, serving_values
+from embershard.extras.serving.server import prediction_server
+from embershard.extras.serving.server.prediction_server import Limits, PredictionServer, Predictor
+from embershard.extras.serving.serving_replica import Replica
 from tests.faults.injection import Injector, no_collections
 from tests.faults.publications import Life, _differs
 from tests.unit.distributed.publications import program

@@ -29,9 +29,9 @@ from embershard.distributed.checkpoint.folder import checkpoint_at
 from embershard.distributed.checkpoint.load import BoxReader, verify_alone
 from embershard.distributed.publish.published import PublicationError
 from embershard.errors import CheckpointError, ConfigError, InvalidCheckpointError
+from embershard.extras.serving.serving_model import table_names
+from embershard.extras.serving.serving_replica import Replica
 from embershard.launch.arguments import NEWEST
-from embershard.serving.serving_model import table_names
-from embershard.serving.serving_replica import Replica
 from embershard.settings.files import CHECKPOINTS, RUN_CONFIG, load_config
 from embershard.training.config import RunConfig
 from tests.covering import keep

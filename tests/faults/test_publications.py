@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_replica import Replica
 from tests.covering import keep, matrix
 from tests.faults import published_trainings
 from tests.faults.published_lives import Life, live

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_replica import Replica
 from tests.faults import serving
 from tests.faults.injection import no_collections
 from tests.faults.serving import Follower

@@ -24,12 +24,12 @@ from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.extras.hot_cold.hot_tables import HotPart
 from embershard.extras.publications import write
+from embershard.extras.serving.serving_model import table_names, weights_of
+from embershard.extras.serving.serving_replica import Replica
+from embershard.extras.serving.write import export_base
 from embershard.extras.verify.comparison import contents
 from embershard.frequency.config import ProfileConfig
 from embershard.pipeline.config import LookAheadConfig
-from embershard.serving.serving_model import table_names, weights_of
-from embershard.serving.serving_replica import Replica
-from embershard.serving.write import export_base
 from embershard.sharding.torchrec import cache_stats, cached_embeddings
 from embershard.sharding.torchrec.host_tables import HostTables
 from embershard.training.checkpoint.host_rows import taking_references

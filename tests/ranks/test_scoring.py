@@ -15,12 +15,12 @@ import torch
 from embershard.commands.score import ScoreJob
 from embershard.data import Target, open_source
 from embershard.distributed import CheckpointConfig, Supervision
+from embershard.extras.serving import serving_model
+from embershard.extras.serving.write import ExportRequest, write_export
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.evaluation import Evaluator
 from embershard.metrics.own_metric import Floats
 from embershard.metrics.predictions import Predicted, PredictionBuffer
-from embershard.serving import serving_model
-from embershard.serving.write import ExportRequest, write_export
 from embershard.settings.decoding import flat
 from embershard.training.config import RunConfig
 from embershard.training.trained_run import Scorer, open_trained

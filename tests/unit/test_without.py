@@ -77,6 +77,8 @@ def test_a_test_file_that_needs_a_room_through_another_is_found():
         ("verify", "verify quickstart"),
         ("calibrate", "plan --calibrate -o machine.toml"),
         ("convert", "data convert a.csv -o a.parquet"),
+        ("serving", "export runs/a -o exported"),
+        ("serving", "serve exported"),
     ],
 )
 def test_a_command_says_which_extra_is_missing(name, words, tmp_path, monkeypatch, capsys):
@@ -116,6 +118,23 @@ def test_a_run_trains_and_resumes(names, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 14
+
+
+@pytest.mark.matrix  # an interpreter of its own, for what a part that few have asks for
+@pytest.mark.slow
+def test_a_run_that_cannot_publish_is_refused_before_it_is_built(tmp_path):
+    words = ["train", "quickstart", "--nproc", "1", "--run-dir", str(tmp_path / "run")]
+    words += [
+        word
+        for each in (*SMALL, f"publish.folder={tmp_path / 'published'}", "publish.every_steps=5")
+        for word in ("--set", each)
+    ]
+    command = [sys.executable, "-c", _COMMANDS, json.dumps([words])]
+    environment = hiding_environment(tmp_path, ["serving"])
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "this needs embershard.extras.serving, which this installation of embershard is without" in done.stderr
+    assert not (tmp_path / "published").exists()
 
 
 @pytest.mark.matrix  # the runs above train with the modules that are hidden, or do not

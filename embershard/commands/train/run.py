@@ -36,6 +36,7 @@ from embershard.training.config import RunConfig
 from embershard.training.fit.host_types import as_in_slots, host_type_notes
 from embershard.training.fit.machine_limits import larger_limit
 from embershard.training.fit.model_size import table_rows, table_sizes, tables_of_run
+from embershard.training.parts.part import Export
 from embershard.training.reports import EvalReport, Report, TrainReport
 from embershard.training.trainer import Trainer
 from embershard.training.warm_start import WarmStart
@@ -73,7 +74,7 @@ def train_run(
     wanted = None if resume == NEWEST else resume
     ranks.from_first(lambda: _take_run_dir(run_dir, is_resumed=resume is not None, step=wanted))
     console = (JsonLines if log_format == "json" else plain_console)(quiet=not ranks.is_first)
-    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, partial(_export, config), start)
+    trainer = Trainer(config, ranks, run_dir / CHECKPOINTS, supervision, _base_writer(config), start)
     resumed_at = None if resume is None else _resume(trainer, run_dir, console, wanted, unverified, changes)
     if resumed_at is not None and trainer.is_over and ranks.from_first(lambda: _has_result(run_dir, trainer.steps)):
         trainer.close()
@@ -96,11 +97,11 @@ def train_run(
         part.raise_failure(go_on)
 
 
-def _export(config: RunConfig, *given: Any) -> None:
-    """Write the base of publications."""
-    from embershard.serving.write import export_base
-
-    export_base(config, *given)
+def _base_writer(config: RunConfig) -> Export | None:
+    """Return what writes the bases of publications, if the run publishes."""
+    if config.publish.folder is None:
+        return None
+    return partial(named("embershard.extras.serving.write:export_base"), config)
 
 
 def _has_result(run_dir: Path, step: int) -> bool:

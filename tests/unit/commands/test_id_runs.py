@@ -17,7 +17,7 @@ import torch
 from embershard.cache import CacheConfig
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
-from embershard.commands import cli, export
+from embershard.commands import cli
 from embershard.commands.data import command as data_command
 from embershard.commands.data import start_ids
 from embershard.data import DataConfig
@@ -29,12 +29,13 @@ from embershard.distributed.publish import published
 from embershard.errors import CheckpointError, ConfigError
 from embershard.extras.publications import command as publish
 from embershard.extras.publications import write
-from embershard.extras.server.prediction_server import Predictor
+from embershard.extras.serving import command as export
+from embershard.extras.serving import serving_model
+from embershard.extras.serving.server.prediction_server import Predictor
+from embershard.extras.serving.serving_replica import Replica
 from embershard.launch.arguments import NEWEST
 from embershard.models import ModelConfig
 from embershard.pipeline.config import LookAheadConfig
-from embershard.serving import serving_model
-from embershard.serving.serving_replica import Replica
 from embershard.settings.decoding import to_toml
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig, TrainConfig

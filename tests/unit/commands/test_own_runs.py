@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from embershard.commands import cli, export
+from embershard.commands import cli
 from embershard.commands.data import command as data_command
 from embershard.commands.profile.data_pass import PartReader, PassOptions, profile_data
 from embershard.data import open_source
@@ -24,7 +24,8 @@ from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks, process_group
 from embershard.errors import CheckpointError, ConfigError
 from embershard.extras.hot_cold.part import find_hot_rows
-from embershard.serving import serving_model
+from embershard.extras.serving import command as export
+from embershard.extras.serving import serving_model
 from embershard.settings.decoding import read_toml, tomllib
 from embershard.settings.files import load_config
 from embershard.training.checkpoint.resume import resume_run

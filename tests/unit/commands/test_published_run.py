@@ -22,11 +22,11 @@ from embershard.distributed import PublishConfig, Supervision
 from embershard.errors import CheckpointError, ConfigError, FailedPublicationError
 from embershard.extras.publications import command as publish
 from embershard.extras.publications import write
+from embershard.extras.serving import serving_model
+from embershard.extras.serving.serving_replica import Replica
 from embershard.launch.arguments import NEWEST
 from embershard.models import ModelConfig
 from embershard.run_result import PublishedState, RunResult
-from embershard.serving import serving_model
-from embershard.serving.serving_replica import Replica
 from embershard.training.config import RunConfig
 from tests.unit.commands.conftest import clicks, config_of_clicks, train_here
 from tests.unit.serving.test_export import WITHOUT

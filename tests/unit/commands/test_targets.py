@@ -20,10 +20,10 @@ from embershard.commands import cli
 from embershard.data import Schema, SparseFeature, Target
 from embershard.data.config import TableConfig
 from embershard.errors import CheckpointError, ConfigError, DataError
+from embershard.extras.serving import serving_model
 from embershard.launch import launcher
 from embershard.models import ModelConfig
 from embershard.models.config import FACTORIZED
-from embershard.serving import serving_model
 from embershard.settings.decoding import to_toml
 from embershard.training.config import RunConfig
 from tests.covering import keep
@@ -251,7 +251,7 @@ def test_the_example_of_the_page_trains(folder, capsys, project_dir):
 
 def serves(exported: Path, table: pa.Table, scores: dict[str, np.ndarray], names: list[str]) -> bool:
     """A server answers the scores of all labels; the logit of a predicted number is none."""
-    from embershard.extras.server.prediction_server import Predictor
+    from embershard.extras.serving.server.prediction_server import Predictor
 
     predictor = Predictor(exported)
     answer = predictor.predict(table.select(list(FEATURES)).slice(0, 5).to_pylist())

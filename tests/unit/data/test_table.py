@@ -25,8 +25,8 @@ from embershard.data.sources.check import check_data
 from embershard.data.sources.kinds import serving_inputs
 from embershard.data.sources.table.decode import scaled, text_words
 from embershard.errors import ConfigError, DataError
-from embershard.serving import serving_values
-from embershard.serving.serving_model import Model
+from embershard.extras.serving import serving_values
+from embershard.extras.serving.serving_model import Model
 from tests.covering import examples
 
 FEATURES = {

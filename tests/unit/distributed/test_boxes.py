@@ -82,8 +82,8 @@ def test_exports_of_every_type(tmp_path, dtype):
     import json
 
     from embershard.distributed.publish.exported import ExportSaved
-    from embershard.serving.serving_model import StoredTable, read_tensor
-    from embershard.serving.write import write_safetensors
+    from embershard.extras.serving.serving_model import StoredTable, read_tensor
+    from embershard.extras.serving.write import write_safetensors
 
     rows = torch.randn(20, 8, generator=torch.Generator().manual_seed(1))
     (tmp_path / "tables").mkdir()

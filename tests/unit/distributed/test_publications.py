@@ -21,7 +21,7 @@ from embershard.distributed.publish.published import (
 from embershard.distributed.tensors_file import safetensors
 from embershard.errors import ConfigError
 from embershard.extras.publications import compact, write
-from embershard.serving.serving_model import read_tensors
+from embershard.extras.serving.serving_model import read_tensors
 from tests.unit.distributed.publications import TABLES, Run, chain
 
 pytestmark = pytest.mark.extra

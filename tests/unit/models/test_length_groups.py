@@ -16,9 +16,9 @@ from embershard.extras.hstu import HSTU
 from embershard.extras.length_groups import groups as length_groups
 from embershard.extras.length_groups.groups import group_sizes, run_in_groups
 from embershard.extras.networks.over_history import DIN, TBSM
+from embershard.extras.serving.dense_program import DenseLayers, PlainSequence, dense_program
 from embershard.models.history import LookedUp
 from embershard.models.hstu_config import HstuConfig
-from embershard.serving.dense_program import DenseLayers, PlainSequence, dense_program
 from tests.covering import examples
 from tests.unit.models import test_history, test_hstu
 

@@ -15,23 +15,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.commands import cli, export
+from embershard.commands import cli
 from embershard.data import DataConfig, ParquetConfig, Schema, SparseFeature, Target, open_source
 from embershard.data.hashing import map_ids
 from embershard.data.sources.kinds import serving_inputs
 from embershard.distributed.checkpoint.load import load_group
 from embershard.errors import ConfigError
+from embershard.extras.serving import command as export
+from embershard.extras.serving import serving_model, serving_values
+from embershard.extras.serving.dense_program import DenseLayers, dense_program
+from embershard.extras.serving.write import stored
 from embershard.models import ModelConfig, build_model
 from embershard.models.config import FACTORIZED
-from embershard.serving import serving_model, serving_values
-from embershard.serving.dense_program import DenseLayers, dense_program
-from embershard.serving.write import stored
 from tests.covering import keep, matrix
 from tests.unit.commands.conftest import Trained
 from tests.unit.commands.test_score import scores
 from tests.unit.test_docs import blocks
 
-pytestmark = pytest.mark.slow  # whole training runs
+pytestmark = [pytest.mark.extra, pytest.mark.slow]  # whole training runs
 
 TABLE = "model.sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 # Runs a program where embershard and what it is made of cannot be imported.
@@ -62,6 +63,7 @@ def logits(folder: Path, data: Path, batch_size: int = 64) -> torch.Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.smoke
 def test_module_scores_bit_for_bit(trained, exported, tmp_path):
     found = scores(trained, tmp_path / "s.parquet", "--data", str(trained.data))
     expected = torch.from_numpy(found["logit"].to_numpy())

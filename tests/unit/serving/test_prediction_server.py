@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from embershard.extras.server import prediction_server
-from embershard.extras.server.prediction_server import Limits, PredictionServer
+from embershard.extras.serving.server import prediction_server
+from embershard.extras.serving.server.prediction_server import Limits, PredictionServer
 
 pytestmark = pytest.mark.extra
 

@@ -20,8 +20,8 @@ from embershard.distributed.publish.published import (
     StaleLifeError,
 )
 from embershard.extras.publications import compact, write
-from embershard.serving.serving_model import table_names, weights_of
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_model import table_names, weights_of
+from embershard.extras.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import INPUTS, Run, chain
 

@@ -19,9 +19,9 @@ from embershard.distributed.publish.published import (
     PublicationError,
 )
 from embershard.extras.publications import compact, write
-from embershard.extras.server.prediction_server import Predictor
-from embershard.serving import serving_replica
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving import serving_replica
+from embershard.extras.serving.server.prediction_server import Predictor
+from embershard.extras.serving.serving_replica import Replica
 from tests.unit.distributed import publications
 from tests.unit.distributed.publications import Run, chain
 from tests.unit.serving.test_replica import serves

@@ -11,8 +11,10 @@ import torch
 from embershard.cache import loops
 from embershard.cache.ids.config import IdTable
 from embershard.cache.ids.id_map import IdMap, mixed
-from embershard.serving.serving_model import IdPlaces
-from embershard.serving.write import SavedIds
+from embershard.extras.serving.serving_model import IdPlaces
+from embershard.extras.serving.write import SavedIds
+
+pytestmark = pytest.mark.extra
 
 
 def test_buckets_are_those_of_the_training():

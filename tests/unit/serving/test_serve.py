@@ -19,10 +19,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.commands import cli, export
-from embershard.extras.server import command as serve
-from embershard.extras.server import prediction_server
-from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
+from embershard.commands import cli
+from embershard.extras.serving import command as export
+from embershard.extras.serving.server import command as serve
+from embershard.extras.serving.server import prediction_server
+from embershard.extras.serving.server.prediction_server import Limits, PredictionServer, Predictor
 from tests.faults.serving import dripping
 from tests.unit.commands.conftest import Trained
 from tests.unit.commands.test_score import scores

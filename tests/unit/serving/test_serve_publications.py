@@ -18,10 +18,10 @@ import pytest
 from embershard.distributed import PublishConfig, process_group
 from embershard.distributed.publish.published import published
 from embershard.errors import ConfigError
-from embershard.extras.server.prediction_server import Predictor
-from embershard.serving import serving_replica
-from embershard.serving.serving_replica import Replica
-from embershard.serving.write import export_base
+from embershard.extras.serving import serving_replica
+from embershard.extras.serving.server.prediction_server import Predictor
+from embershard.extras.serving.serving_replica import Replica
+from embershard.extras.serving.write import export_base
 from embershard.training.trainer import Trainer
 from tests.unit.commands.conftest import clicks, config_of_clicks
 from tests.unit.serving.test_serve import ask, predict, served

@@ -15,9 +15,9 @@ from embershard.data import open_source
 from embershard.distributed import CheckpointConfig, PublishConfig, Ranks, Supervision
 from embershard.distributed.checkpoint.load import AVERAGE, load_group
 from embershard.errors import ConfigError
-from embershard.serving import serving_model
-from embershard.serving.serving_replica import Replica
-from embershard.serving.write import export_base
+from embershard.extras.serving import serving_model
+from embershard.extras.serving.serving_replica import Replica
+from embershard.extras.serving.write import export_base
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.parts.average import AveragedWeights
 from embershard.training.reports import EvalReport

@@ -19,7 +19,7 @@ from embershard.errors import ConfigError
 from embershard.extras.publications import part as publisher_module
 from embershard.extras.publications import write
 from embershard.extras.publications.sources import ComparedTable, PublishedPool
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_replica import Replica
 from embershard.sharding.torchrec import flush, host_rows_changed
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.config import TrainConfig

@@ -384,7 +384,7 @@ def scaled(numbers: NDArray[np.float64], feature: TableFeature) -> NDArray[np.fl
     """Return the numbers [n], for "days" of days, as the model gets them; a missing one (NaN) is 0, with "quantile"
     and no `mean` 0.5.
 
-    embershard/serving/serving_model.py does the same for programs without embershard.
+    embershard/extras/serving/serving_model.py does the same for programs without embershard.
 
     >>> age = TableFeature("dense", scale="quantile", quantiles=(0.0, 10.0, 100.0))
     >>> scaled(np.array([5.0, 55.0, 1000.0, np.nan]), age).tolist()

@@ -16,7 +16,7 @@ from embershard.data import open_source
 from embershard.data.block import Block
 from embershard.data.sources.kinds import serving_inputs
 from embershard.errors import ConfigError
-from embershard.serving.serving_model import Model
+from embershard.extras.serving.serving_model import Model
 from embershard.settings.files import load_config
 from embershard.training.config import RunConfig
 

@@ -100,7 +100,7 @@ def test_a_parquet_file_of_texts_lists_and_nulls_becomes_scores(folder, one_rank
     assert cli.main(["predict", "run", "--data", "clicks.parquet", "-o", "scores.parquet"]) == 0
     assert len(pq.read_table("scores.parquet")) == 600
     assert cli.main(["export", "run", "-o", "exported"]) == 0
-    from embershard.serving import serving_model
+    from embershard.extras.serving import serving_model
 
     model = serving_model.load("exported")
     samples = pq.read_table("clicks.parquet", columns=model.columns).to_pylist()[:32]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from embershard.commands import export
-from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
+from embershard.extras.serving import command as export
+from embershard.extras.serving.server.prediction_server import Limits, PredictionServer, Predictor
 from tests.unit.commands.conftest import Trained
 
 pytestmark = [pytest.mark.extra, pytest.mark.slow]  # a run is trained and exported

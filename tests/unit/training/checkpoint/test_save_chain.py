@@ -17,7 +17,7 @@ from embershard.commands.ckpt import differences
 from embershard.distributed import CheckpointConfig, Manifest, Ranks, complete_checkpoints
 from embershard.distributed.checkpoint import digests
 from embershard.errors import ConfigError
-from embershard.serving.write import export_base
+from embershard.extras.serving.write import export_base
 from embershard.sharding.torchrec import flush, host_rows_changed
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training.checkpoint import save_chain

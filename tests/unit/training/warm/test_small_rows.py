@@ -18,11 +18,11 @@ from embershard.cache.homes import small_sizes as sizes
 from embershard.cache.homes.small_rows import SmallRows
 from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import CacheError
+from embershard.extras.serving.write import export_base
 from embershard.extras.verify.equivalence import _tensors_of, _train
 from embershard.extras.verify.rounding import TableRounding, small_tables_of
 from embershard.frequency.config import ProfileConfig
 from embershard.models.config import PretrainedTable
-from embershard.serving.write import export_base
 from embershard.sharding.torchrec import cache_stats, cached_embeddings
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig

@@ -333,7 +333,7 @@ def test_a_new_table_of_ids_counts_batches_as_the_others_do(ranks, samples, tmp_
 
 
 def test_from_an_export(ranks, samples, tmp_path):
-    from embershard.serving.write import ExportRequest, _write
+    from embershard.extras.serving.write import ExportRequest, _write
     from embershard.training.trained_run import open_trained
 
     for name, settings in (("rows", {}), ("ids", with_ids(240))):

@@ -45,7 +45,7 @@ from embershard.distributed.publish.published import (
     read_publication,
     verify,
 )
-from embershard.serving.serving_model import IdPlaces, Model, load, set_weights, table_names, weights_of
+from embershard.extras.serving.serving_model import IdPlaces, Model, load, set_weights, table_names, weights_of
 
 T = TypeVar("T")
 _TRIES = 5  # while publications come and go

@@ -36,10 +36,7 @@ def main(argv: Sequence[str]) -> int:
         if is_exact and getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} has no effect: without rounding, no error is measured. Leave it out.")
     check_new_folder(arguments.output)
-    from embershard.serving.write import (  # it loads TorchRec, and --help must answer at once
-        ExportRequest,
-        write_export,
-    )
+    from embershard.extras.serving.write import ExportRequest, write_export  # it loads TorchRec, --help does not wait
 
     silence_libraries()
     request = ExportRequest(

@@ -21,7 +21,7 @@ from embershard.settings.files import RUN_CONFIG
 from embershard.units import parse_bytes
 
 if TYPE_CHECKING:  # it loads torch, and --help must answer at once
-    from embershard.extras.server.prediction_server import PredictionServer
+    from embershard.extras.serving.server.prediction_server import PredictionServer
 
 _HELP = """Serve an exported model over HTTP: POST /predict takes samples as JSON,
 {"rows": [{"age": 31.5, "user": 4711, "items": [3, 5]}]}, and GET /health says what is served. Of the publish.folder
@@ -38,7 +38,7 @@ _SECONDS_TO_NOTICE = 0.2  # that the server is asked to end
 def main(argv: Sequence[str]) -> int:
     """Run `embershard serve`; return 0 once it is asked to end."""
     arguments = _parser().parse_args(argv)
-    from embershard.extras.server.prediction_server import Limits, PredictionServer, Predictor
+    from embershard.extras.serving.server.prediction_server import Limits, PredictionServer, Predictor
 
     if (arguments.folder / RUN_CONFIG).is_file():
         run = shlex.quote(str(arguments.folder))

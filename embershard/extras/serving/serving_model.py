@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embershard.serving.serving_values import (
+from embershard.extras.serving.serving_values import (
     ID_MAPPINGS,
     as_plain,
     parts_in_brackets,

@@ -28,13 +28,13 @@ from embershard.distributed.publish import published
 from embershard.distributed.publish.published import IDS
 from embershard.distributed.tensors_file import safetensors, safetensors_header
 from embershard.errors import naming_file
+from embershard.extras.serving import serving_model, serving_replica, serving_values
+from embershard.extras.serving.dense_program import DenseLayers, dense_layers, dense_program
+from embershard.extras.serving.serving_model import IdPlaces, Model, StoredTable, table_names
 from embershard.launch.versions import versions
 from embershard.metrics.figures import main_values
 from embershard.metrics.predictions import Predicted, judge
 from embershard.models import ModelTable
-from embershard.serving import serving_model, serving_replica, serving_values
-from embershard.serving.dense_program import DenseLayers, dense_layers, dense_program
-from embershard.serving.serving_model import IdPlaces, Model, StoredTable, table_names
 from embershard.training.checkpoint.saved_run import SavedRun
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from embershard.distributed.publish.published import PublicationError, published
 from embershard.errors import ConfigError
-from embershard.serving.serving_model import Model, load
-from embershard.serving.serving_replica import Replica
+from embershard.extras.serving.serving_model import Model, load
+from embershard.extras.serving.serving_replica import Replica
 
 _METHODS = {"/predict": "POST", "/health": "GET"}
 _FORM = 'needed {"rows": [{...}, ...]}, an object per sample'
