@@ -274,11 +274,13 @@ class Workload:
         more: a third of a step's bytes."""
         shape, size = self.shape, shard.table
         again = 4 / 3 if shape.pieces > 1 else 1.0
+        if shard.kernel == "replicated" and shape.world_size > 1:
+            of_all = distinct_rows(self.data.tables[size.table], shape.global_batch_size, self.data.num_samples)
+            ids, own = (report.lookups, self._own_rows(size.table), of_all), size.num_features * shape.batch_size
+            return again * work.copies_embedding_bytes(*ids, own, size, shape.world_size, gpu=shape.device == "cuda")
         if shape.device == "cpu":
             return again * work.embedding_bytes(report.lookups, size, shard.columns)
-        vectors: float = size.num_features * (
-            shape.batch_size if shard.kernel == "replicated" else shape.global_batch_size
-        )
+        vectors: float = size.num_features * shape.global_batch_size
         if shard.exchange == "rows" or size.is_sequence:
             vectors = report.lookups
         return again * work.gpu_embedding_bytes(report.lookups, report.unique_ids, vectors, size, shard.columns)
@@ -307,31 +309,37 @@ class Workload:
         """Return the work of a whole rank's step: its shards, its dense layers, its samples, and its part in the
         exchange of so many groups of tables, wherever these are."""
         shape, model = self.shape, self.model
-        copies = work.copies_groups(shards)
+        copies = [each for each in shards if each.kernel == "replicated"]
+        widths = {shard.columns for shard in copies}
+        sent = [self.copies_work([each.table.table for each in copies if each.columns == own], own) for own in widths]
         local = min(shape.ranks_per_node, shape.world_size)
         sizes = shape.pieces * work.sizes_bytes(num_groups, shape.world_size)
         sizes_away = sizes * (shape.world_size - local) / max(1, shape.world_size - 1)
-        of_copies = 0.0
-        for columns in copies:
-            tables = [
-                shard.table.table for shard in shards if shard.kernel == "replicated" and shard.columns == columns
-            ]
-            of_batch = (distinct_rows(self.data.tables[t], shape.batch_size, self.data.num_samples) for t in tables)
-            num_rows, variance = sum(of_batch), sum(map(self.distinct_variance, tables))
-            of_copies += work.copies_bytes(num_rows, variance, columns, shape.world_size)
-        copies_away = of_copies / local if shape.world_size > local else 0.0  # around a ring
         others = StepWork(
             update_bytes=model.dense_parameter_bytes,
             all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
             sent_id_bytes=sizes - sizes_away,
             network_id_bytes=sizes_away,
-            sent_gradient_bytes=of_copies - copies_away,
-            network_gradient_bytes=copies_away,
-            num_collectives=work.num_collectives(num_groups, shape.world_size, len(copies), shape.pieces),
+            num_collectives=work.num_collectives(num_groups, shape.world_size, len(widths), shape.pieces),
             input_seconds=(self.data.read_seconds_per_sample or 0.0) * shape.batch_size,
             more_pieces=shape.pieces - 1,
         )
-        return StepWork.total([layers, others, *(self.shard_work(*pair) for pair in zip(shards, reports, strict=True))])
+        of_shards = (self.shard_work(*pair) for pair in zip(shards, reports, strict=True))
+        return StepWork.total([layers, others, *sent, *of_shards])
+
+    def copies_work(self, tables: Sequence[str], columns: int, *, at_least: bool = False) -> StepWork:
+        """Return what a rank sends in a step for its copies of tables with so many columns: the gradients of its rows,
+        to all others, on several nodes around a ring of all ranks. `at_least`: as if all ranks had as many rows."""
+        shape, local = self.shape, min(self.shape.ranks_per_node, self.shape.world_size)
+        num_rows = sum(map(self._own_rows, tables))
+        variance = 0.0 if at_least else sum(map(self.distinct_variance, tables))
+        sent = work.copies_bytes(num_rows, variance, columns, shape.world_size)
+        away = sent / local if shape.world_size > local else 0.0
+        return StepWork(sent_gradient_bytes=sent - away, network_gradient_bytes=away)
+
+    def _own_rows(self, table: str) -> float:
+        """Return the expected distinct rows of a table in a rank's whole batch."""
+        return distinct_rows(self.data.tables[table], self.shape.batch_size, self.data.num_samples)
 
     def row_ids(self, shards: Sequence[PlacedShard]) -> float:
         """Return the ids of a rank's samples in the tables that exchange distinct rows, wherever those tables are."""

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from statistics import NormalDist
 
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.sharding.sharding_types import sharding_type
+from embershard.sharding.sharding_types import COPIES, sharding_type
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 _FLOAT_BYTES = 4
@@ -26,7 +26,7 @@ _SORTED_ID_BYTES = 144
 _SIZES_BYTES = 3 * 8
 #: Of one group of tables in a step: sizes, lengths and ids of the batch ahead; embeddings; their gradients.
 _COLLECTIVES_PER_GROUP = 5
-#: Of replicated tables: how many rows each rank has gradients of, and these.
+#: Of replicated tables with as many columns: how many rows each rank has gradients of, and these.
 _COLLECTIVES_PER_COPIES_GROUP = 2
 #: The agreement on the next batch, and the sum of the dense gradients.
 _AGREEMENTS = _DENSE_REDUCTIONS = 1
@@ -61,6 +61,32 @@ def gpu_embedding_bytes(
     read = distinct_ids * weights + (num_ids - distinct_ids) * weights / _L2_SPEEDUP
     gradients = vectors * vector + (num_ids - vectors) * vector / _L2_SPEEDUP
     return read + vectors * vector + gradients + num_ids * _SORTED_ID_BYTES + distinct_ids * 2 * (weights + states)
+
+
+def copies_embedding_bytes(
+    num_ids: float, own_ids: float, all_ids: float, vectors: float, table: TableSize, world_size: int, *, gpu: bool
+) -> float:
+    """Return the bytes of its memory that a rank moves for its copy of a table, one of several: it looks its own
+    samples up, adds up the gradients that each of W ranks has of its rows, and trains the rows of all.
+
+    On a GPU as `gpu_embedding_bytes` counts; rows are gathered, pooled and their gradients divided by operations of
+    their own (`embershard/sharding/torchrec/modes/replicated_rows.py`). On a CPU as `embedding_bytes` does.
+
+    Args:
+        num_ids, own_ids: that the rank's samples look up, and the distinct ones of these.
+        all_ids: distinct ones of all ranks' samples.
+        vectors: pooled ones of the rank's samples.
+    """
+    received, width = world_size * own_ids, table.weight_bytes()
+    if not gpu:
+        return 2 * num_ids * width + received * width + all_ids * (width + 2 * table.optimizer_bytes())
+    weights, vector = _sectors(width), table.dim * _FLOAT_BYTES
+    states = _sectors(table.state_bytes) + _sectors(table.state_bytes_per_column * table.dim)
+    looked_up = own_ids * (weights + vector) + num_ids * vector / _L2_SPEEDUP + vectors * vector
+    gradients = vectors * vector + (num_ids - vectors) * vector / _L2_SPEEDUP + 3 * own_ids * vector
+    added_up = received * (vector + _SORTED_ID_BYTES) + all_ids * vector
+    updated = all_ids * (_SORTED_ID_BYTES + vector + 2 * (weights + states))
+    return num_ids * _SORTED_ID_BYTES + looked_up + gradients + added_up + updated
 
 
 def _sectors(num_bytes: float) -> int:
@@ -183,11 +209,6 @@ def copies_bytes(num_rows: float, variance: float, columns: int, world_size: int
     return (world_size - 1) * (_ID_BYTES + most * (_ID_BYTES + columns * _FLOAT_BYTES))
 
 
-def copies_groups(shards: Iterable[PlacedShard]) -> set[int]:
-    """Return the numbers of columns of replicated tables: the gradients of those with equal ones travel together."""
-    return {shard.columns for shard in shards if shard.kernel == "replicated"}
-
-
 def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:
     """Return names of the groups of tables that are exchanged together: those of one sharding type; of tables that
     exchange rows, those of one type and number of columns."""
@@ -196,6 +217,17 @@ def exchange_groups(shards: Iterable[PlacedShard]) -> set[str]:
         for shard in shards
         if shard.sharding != "data_parallel"
     }
+
+
+def groups_of_collectives(names: Iterable[str]) -> float:
+    """Return how many groups of sharded tables have as many collectives in a step as these, of which some are copies',
+    and "" has none.
+
+    >>> groups_of_collectives(["table_wise", "data_parallel of 16", ""])
+    1.4
+    """
+    of_copies = _COLLECTIVES_PER_COPIES_GROUP / _COLLECTIVES_PER_GROUP
+    return sum(of_copies if name.startswith(COPIES) else 1.0 for name in names if name)
 
 
 def sizes_bytes(num_groups: int, world_size: int) -> float:

@@ -143,7 +143,7 @@ def test_tables_are_exchanged_by_type_and_rows_by_columns_too() -> None:
     assert len(formulas.exchange_groups([*shards, *shards, replicated])) == 4
     four = PlacedShard(table, 0, 0, 10, 4, "row_wise", "cached")
     assert formulas.exchange_groups([shards[0], four]) == formulas.exchange_groups(shards[:1])
-    assert formulas.copies_groups([*shards, replicated, replicated]) == {8}
+
     assert formulas.num_collectives(2, 4) == 2 + 2 * 5
     assert formulas.num_collectives(2, 4, 3) == 2 + 2 * 5 + 3 * 2
     assert formulas.sizes_bytes(2, 4) == 2 * 3 * 24
