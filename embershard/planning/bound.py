@@ -31,7 +31,9 @@ from scipy.sparse import csr_array
 from embershard.cache.config import LEAST_SLOTS
 from embershard.errors import ShardingError
 from embershard.planning.cost.rates import Rates, StepWork
-from embershard.planning.cost_arrays import MEMORY, STAGES, CostArrays, Option
+from embershard.planning.cost.work import groups_of_collectives
+from embershard.planning.cost_arrays import MEMORY, CostArrays, Option
+from embershard.planning.simulate.step_formula import STAGES
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.sharding.plan import PlanBound, Prediction
 from embershard.sharding.run_shape import RunShape
@@ -200,14 +202,16 @@ def lower_bound(costs: CostArrays, *, whole_groups: bool = False) -> Bound:
         _add_pools(program, costs, shares, costs.ratio)
     for number, name in enumerate(STAGES):
         _slowest(program, costs, shares, np.array([stages[name]]), [number], float(base[number]))
-    names = sorted({option.group for options in costs.options for option in options})
+    names = sorted({option.group for options in costs.options for option in options} - {""})
     groups = program.variables(len(names))  # 1 where a table is in the group
     for own, options in zip(shares, costs.options, strict=True):
         for group, name in zip(groups, names, strict=True):
             inside = np.array([float(option.group == name) for option in options])
             if inside.any():
                 program.at_most(0.0, (own, inside), (np.array([group]), -1.0))
-    step = _add_step(program, costs, shares, stages, groups)
+    step = _add_step(
+        program, costs, shares, stages, groups, np.array([groups_of_collectives([each]) for each in names])
+    )
     least = program.least(int(step[0]), groups if whole_groups else None)
     return Bound(max(fixed, (1 - _TOLERANCE) * least), fixed)
 
@@ -306,18 +310,20 @@ def _add_step(
     shares: list[NDArray[np.int64]],
     stages: dict[str, int],
     groups: NDArray[np.int64],
+    weights: Floats,
 ) -> NDArray[np.int64]:
-    """Return the variable of a step: see `StepFormula.seconds`, whose maxima are rows here."""
+    """Return the variable of a step: see `StepFormula.seconds`, whose maxima are rows here. `weights`: of the groups,
+    as `groups_of_collectives` counts them."""
     formula, step = costs.formula, program.variables(1)
-    _, last_bucket, late = map(float, formula.reduction(1))  # at least
-    # Proportional to the groups, as is the all-reduce's: `out` again.
-    out, back, sent = map(float, formula.latencies(1))
+    _, last_bucket, late = map(float, formula.reduction(costs.least_groups))  # at least
+    out, back, sent = formula.latencies(weights)  # proportional, as is the all-reduce's: `out` again
+    sent = sent - np.where(weights < 1, weights * formula.group_seconds, 0.0)  # copies announce no sizes
     base = dict(zip(STAGES, map(float, costs.base_seconds), strict=True))
 
     def of(*names: str) -> tuple[NDArray[np.int64], float]:
         return np.array([stages[name] for name in names]), 1.0
 
-    def at_least(fixed: float, per_group: float, *terms: tuple[NDArray[np.int64], float]) -> None:
+    def at_least(fixed: float, per_group: Floats | float, *terms: tuple[NDArray[np.int64], float]) -> None:
         program.at_most(-fixed, (step, -1.0), (groups, per_group), *terms)
 
     dense = formula.forward + formula.backward + formula.optimizer

@@ -18,25 +18,23 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import LEAST_SLOTS, MOST_POOL_ROWS
 from embershard.planning.cost import work
+from embershard.planning.cost.rates import StepWork
 from embershard.planning.request import LEAST_COLUMNS, PlanRequest
 from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
+from embershard.planning.simulate.step_formula import STAGES, StepFormula, by_column
 from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
 from embershard.planning.slots import needed_slots
 from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
-from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding
+from embershard.sharding.sharding_types import COPIES, SHARDING_TYPES, Sharding
 from embershard.sharding.shards import COLUMN_MULTIPLE, Exchange, Kernel, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Columns of the seconds of shards and ranks: the stages of a step whose work depends on the tables.
-STAGES = ("plan", "copies", "lookup", "embeddings", "gradients", "update", "ids")
 _OF_STAGE = {"copies": ("write_backs", "fills")}
-#: Of `StepFormula.columns` on a CPU, those that need a core; the others need the link, or on one node cores, too.
-_ON_CORES = [0, 3, 5]
 #: Columns of the device memory of shards and ranks: what is there whatever the caches' sizes, and of pooled rows
 #: without the ids; caches as large as a batch needs; caches as large as the seconds are of; what is kept of each known
 #: batch; shards that exchange rows.
@@ -51,18 +49,13 @@ _STEP, _MOST_SIZES = 0.04, 40
 _BEST_LEVELS, _MOST_LEVELS = 40, 160  # of one table, and of all
 
 
-def _by_column(values: Floats) -> Floats:
-    """Return the values with their last axis first, as `numpy.moveaxis`, which takes as long as the arithmetic."""
-    return values.transpose((values.ndim - 1, *range(values.ndim - 1)))
-
-
 @dataclass(frozen=True, eq=False)
 class Option:
     """One way to place a table; N shards, in TorchRec's order.
 
     Attributes:
         sharding, kernel, exchange: as in a `TablePlacement`.
-        group: tables of one group are exchanged together.
+        group: tables of one group are exchanged together; "": with those that every placement has.
         seconds: [N, stages] that each shard adds to its rank's step.
         memory: [N, columns] of the device.
         host_bytes: [N].
@@ -162,7 +155,12 @@ class CostArrays:
             mean = np.array([option.total_seconds for option in options]) / self.world_size
             mean[:, lookup] += [option.row_id_seconds for option in options]
             least += mean.min(axis=0)
-        return float(self.formula.seconds(self.formula.columns(least), 1))
+        return float(self.formula.seconds(self.formula.columns(least), self.least_groups))
+
+    @property
+    def least_groups(self) -> int:
+        """Groups of sharded tables that any placement has: none where all tables may be copies."""
+        return int(not all(any(each.kernel == "replicated" for each in options) for options in self.options))
 
     @property
     def rank_memory(self) -> Floats:
@@ -173,7 +171,7 @@ class CostArrays:
 
     def device_bytes(self, memory: Floats) -> Floats:
         """Return the bytes [...] of ranks with so much in memory, [..., columns]."""
-        fixed, needed, held, batch, by_rows = _by_column(memory)
+        fixed, needed, held, batch, by_rows = by_column(memory)
         return fixed + np.maximum(needed, held) + self.window.bytes_of(batch) + (by_rows > 0) * self.window.by_rows
 
     @property
@@ -218,7 +216,7 @@ class CostArrays:
         table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)
         is_on_ranks_of_its_own = len(set(placed.ranks)) == len(placed.ranks)
         own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
-        kind = (placed.sharding, len(placed.ranks))
+        kind = (placed.sharding, len(placed.ranks) or self.world_size)
         alike = [number for number, each in enumerate(own) if (each.sharding, each.num_shards) == kind]
         found = [number for number in alike if own[number].kernel == placed.kernel]
         return found or [number for number in alike if own[number].kernel == "device"]
@@ -226,7 +224,8 @@ class CostArrays:
     def placement(self, table: int, option: int, ranks: Sequence[int]) -> TablePlacement:
         """Return a table's option on these ranks as a `TablePlacement`."""
         size, chosen = self.tables[table], self.options[table][option]
-        kinds = (chosen.sharding, chosen.kernel, tuple(ranks), chosen.exchange, size.group)
+        own_ranks = () if chosen.kernel == "replicated" else tuple(ranks)
+        kinds = (chosen.sharding, chosen.kernel, own_ranks, chosen.exchange, size.group)
         return TablePlacement(size.table, size.rows, size.dim, size.dtype, *kinds)
 
 
@@ -260,94 +259,6 @@ class BatchWindow:
         return cls(known, waiting, float(memory_model.MAX_KNOWN_BYTES), known * own_ids * memory_model.ID_BYTES)
 
 
-@dataclass(frozen=True)
-class StepFormula:
-    """Seconds of a step from the ranks' totals, as `replay_steps` has them once steps repeat.
-
-    On a GPU: the training stream waits for the slowest rank at each collective; planning, copies and the host's work
-    are hidden up to the step; so are all collectives together, on their own stream. Without look-ahead, ids are sent,
-    planned and filled between the steps. On a CPU, stages follow each other,
-    and the slowest rank decides in each segment between two collectives. Where L ranks take turns on C cores, each has
-    C/L of one, and a whole one once C ranks are left. A node is then done after the work of its slowest rank, and 1/C
-    of that of the L - C ranks with the least, in seconds of a whole core. So is an exchange on one node: cores copy it.
-
-    Attributes:
-        pipeline: what overlaps.
-        overhead: of a step, whatever its work.
-        forward: of the dense part; `backward`, `optimizer`, `input`: of the dense part.
-        all_reduce: of the dense gradients, without tables; in so many `buckets`.
-        latency: of a collective of each piece; `group_seconds` of the sizes that are announced per group and step.
-    """
-
-    pipeline: Pipeline
-    overhead: float
-    forward: float
-    backward: float
-    optimizer: float
-    input: float
-    all_reduce: float
-    buckets: int
-    latency: float
-    group_seconds: float
-
-    def latencies(self, num_groups: Floats | int) -> tuple[Floats, Floats, Floats]:
-        """Return what so many groups of tables add to the embeddings, the gradients and the ids of a step."""
-        groups = np.asarray(num_groups, float)
-        each = 5 / 7 * groups * self.latency
-        return each, each, 4 * each + groups * self.group_seconds
-
-    def reduction(self, num_groups: Floats | int) -> tuple[Floats, Floats, Floats]:
-        """Return the seconds of the all-reduce with so many groups of tables: all, the last bucket, which is
-        behind the gradients of the embeddings, and how much the buckets before it delay these."""
-        reduced, count = self.all_reduce + 5 / 7 * np.asarray(num_groups) * self.latency, self.buckets
-        if count == 1:
-            return reduced, reduced, np.zeros_like(reduced)
-        first, last = self.backward + (count - 1) * reduced, (count - 1) * self.backward + reduced
-        return reduced, reduced / count, np.maximum(0.0, np.maximum(first, last) / count - self.backward)
-
-    def columns(self, totals: Floats) -> Floats:
-        """Return what the seconds are maxima of, [..., columns], from totals [..., stages]."""
-        plan, copies, lookup, embeddings, gradients, update, ids = _by_column(totals)
-        if self.pipeline.device == "cpu" or not self.pipeline.lookahead:
-            first, last = plan + copies + lookup, update
-            return np.stack([first, embeddings, gradients, last, ids, first + last], axis=-1)
-        lookup = lookup if self.pipeline.prefetch else plan + copies + lookup
-        return np.stack([lookup + update, embeddings, gradients, update, ids, copies, plan, lookup], axis=-1)
-
-    def slowest(self, totals: Floats) -> Floats:
-        """Return when the last of the ranks is done with each column, [..., columns], from totals [..., R, stages]."""
-        columns = self.columns(totals)
-        found, num_ranks = columns.max(axis=-2), columns.shape[-2]
-        if (cores := self.pipeline.cores_for(num_ranks)) is not None:
-            on_cores = slice(None) if self.pipeline.cores_copy(num_ranks) else _ON_CORES
-            local, own = min(self.pipeline.ranks_per_node, num_ranks), columns[..., on_cores]
-            ranked = np.sort(own.reshape(*own.shape[:-2], -1, local, own.shape[-1]), axis=-2)
-            ends = (cores * ranked[..., -1, :] + ranked[..., : local - cores, :].sum(axis=-2)) / local
-            found[..., on_cores] = ends.max(axis=-2)
-        return found
-
-    def seconds(self, maxima: Floats, num_groups: Floats | int) -> Floats:
-        """Return the seconds of a step, [...], from the `slowest` columns, [..., columns]."""
-        out, back, sent = self.latencies(num_groups)
-        all_reduce, last_bucket, late = self.reduction(num_groups)
-        if self.pipeline.device == "cpu":
-            first, embeddings, gradients, last, ids, _ = _by_column(maxima)
-            fixed = self.input + self.overhead + self.forward + self.backward + all_reduce + self.optimizer
-            return fixed + first + embeddings + out + gradients + back + last + ids + sent
-        at_least = max(self.input, self.overhead)
-        if not self.pipeline.lookahead:
-            first, embeddings, gradients, update, ids, _ = _by_column(maxima)
-            train = first + embeddings + out + self.forward + self.backward + late + gradients + back
-            train = train + np.maximum(update, last_bucket) + self.optimizer + ids + sent
-            return np.maximum(train, at_least)
-        both, embeddings, gradients, update, ids, copies, plan, lookup = _by_column(maxima)
-        looked_up, updated = np.maximum(both, last_bucket + lookup), np.maximum(update, last_bucket)
-        train = np.maximum(looked_up, updated + ids + sent) + self.optimizer
-        train = train + embeddings + out + self.forward + self.backward + late + gradients + back
-        link = embeddings + out + gradients + back + ids + sent + all_reduce
-        return np.maximum.reduce([train, link, copies, plan, np.full_like(train, at_least)])
-
-
 def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: bool = False) -> CostArrays:
     """Return the options of all sharded tables.
 
@@ -362,22 +273,22 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
     workload, shape = request.workload, request.workload.shape
     sized, rest = request.sharded, [table for table in request.workload.model.tables if table not in request.sharded]
     copies = [PlacedShard(t, 0, 0, t.rows, t.dim, "data_parallel", "replicated") for t in rest]
-    layers = workload.layers_work(request.rates)
-    base = workload.rank_work(copies, [workload.resident_report(shard) for shard in copies], 0, layers)
+    done = [workload.resident_report(copy) for copy in copies]
+    base = workload.rank_work(copies, done, 0, workload.layers_work(request.rates))
     stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
-    slots_only = at_best and request.budget.ratio is not None  # of all pools together, a share of the rows
+    slots_only = at_best and request.budget.ratio is not None  # of all pools, a share of the rows
     window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
     base_memory, limit = _base_memory(workload, copies, window), request.budget.rank_bytes
     if at_best and request.budget.ratio is not None:
-        mean_slots = request.budget.ratio * sum(table.rows for table in sized) / shape.world_size
-        limit = math.ceil(mean_slots) + LEAST_SLOTS * len(sized)
+        mean = math.ceil(request.budget.ratio * sum(each.rows for each in sized) / shape.world_size)
+        limit = mean + LEAST_SLOTS * len(sized)
     maker = _Options(request, base_memory, window, at_best)
-    options: list[list[Option]] = [[] for _ in sized]
     kernels = [request.kernels(table.table, resident=resident, cached=cached) for table in sized]
+    options: list[list[Option]] = [[] for _ in sized]
     levels = maker.levels(sized) if any("cached" in each for each in kernels) else [maker.reports(sized, 1)]
     for own, kinds, table, reports in zip(options, kernels, sized, zip(*levels, strict=True), strict=True):
-        if "device" in kinds:
-            own += maker.of(table, reports[0], reports[0], "device", "cached" in kinds)
+        own += maker.of(table, reports[0], reports[0], "device", "cached" in kinds) if "device" in kinds else []
+        own += [maker.copies(table)] if request.may_be_copied(table) else []
         pairs = list(zip(reports, (*reports[1:], reports[-1]) if at_best else reports, strict=True))
         for number, pair in enumerate(pairs if "cached" in kinds else []):
             if not number or pair != pairs[number - 1]:  # small tables are whole in all but the smallest caches
@@ -507,6 +418,30 @@ class _Options:
             for name in names
             for columns in self._widths(table, name)
         ]
+
+    def copies(self, table: TableSize) -> Option:
+        """Return the option of a copy on every rank, whose messages are of mean rows: no plan costs less."""
+        workload, shape, num_ranks = self._workload, self._shape, self._shape.world_size
+        copy = PlacedShard(table, 0, 0, table.rows, table.dim, COPIES, "replicated")
+        own = workload.shard_work(copy, workload.resident_report(copy))
+        done = StepWork.total([own, workload.copies_work([table.table], table.dim, at_least=True)])
+        by_stage = stage_seconds([done], self._request.rates)
+        seconds = np.stack([sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1)
+        memory, lookups = np.zeros(len(MEMORY)), workload.lookups_per_step(copy)
+        memory[0] = sum(memory_model.resident_bytes([copy]).values())
+        memory[0] += memory_model.vector_bytes(copy, shape.batch_size, lookups)
+        memory[3] = memory_model.known_batch_bytes(copy, shape, lookups)
+        is_paid = any(each.dim == table.dim for each in self._request.replicated)  # their gradients travel together
+        return Option(
+            COPIES,
+            "replicated",
+            "pooled",
+            group="" if is_paid else f"{COPIES} of {table.dim}",
+            seconds=np.tile(seconds, (num_ranks, 1)),
+            memory=np.tile(memory, (num_ranks, 1)),
+            host_bytes=np.zeros(num_ranks),
+            row_id_seconds=0.0,
+        )
 
     def _widths(self, table: TableSize, sharding: str) -> list[int]:
         """Return the numbers of columns that the shards of a table may have."""

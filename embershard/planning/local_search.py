@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.planning.cost_arrays import STAGES, CostArrays, Option
+from embershard.planning.cost.work import groups_of_collectives
+from embershard.planning.cost_arrays import CostArrays, Option
 from embershard.planning.search_loops import FULLEST_SECONDS, PENALTY, SPREAD, prices
+from embershard.planning.simulate.step_formula import STAGES
 from embershard.sharding.sharding_types import SHARDING_TYPES
 from embershard.sharding.shards import PoolKey, TablePlacement, rows_by_pool
 
@@ -133,7 +135,11 @@ def _given(
     """Yield the placements that these costs know, each rank's caches as large as it has room for."""
     numbers = {size.table: number for number, size in enumerate(costs.tables)}
     for tables in given:
-        own = {numbers[each.table]: (costs.options_of(each), each.ranks) for each in tables if each.table in numbers}
+        own = {
+            numbers[each.table]: (costs.options_of(each), each.ranks or tuple(range(costs.world_size)))
+            for each in tables
+            if each.table in numbers
+        }
         if not all(options for options, _ in own.values()):
             continue
         last = max((each.level for options in costs.options for each in options), default=0)
@@ -242,16 +248,20 @@ class _SearchState:
 
     def value(self) -> float:
         """Return the seconds of a step, with what tells equal ones apart."""
-        return float(self._of_totals(self._totals, self._memory, self._host, len(self._groups.keys() | self._paid)))
+        return float(self._of_totals(self._totals, self._memory, self._host, self._with_group("")))
 
     def value_with_its_groups(self) -> float:
         """Return the value of the placement as it is, without what no table exchanges."""
-        return float(self._of_totals(self._totals, self._memory, self._host, len(self._groups)))
+        return float(self._of_totals(self._totals, self._memory, self._host, groups_of_collectives(self._groups)))
 
     def seconds(self) -> float:
         """Return the seconds of a step."""
         formula = self._costs.formula
-        return float(formula.seconds(formula.slowest(self._totals), len(self._groups)))
+        return float(formula.seconds(formula.slowest(self._totals), groups_of_collectives(self._groups)))
+
+    def _with_group(self, group: str) -> float:
+        """Return how many groups have collectives, as `groups_of_collectives` counts, with one more; "": with none."""
+        return groups_of_collectives(self._groups.keys() | self._paid | {group})
 
     def pick(self, rng: np.random.Generator) -> list[int]:
         """Return tables to take out: of the slowest rank of a random stage, and others."""
@@ -321,12 +331,12 @@ class _SearchState:
         if self._costs.ranks and self._costs.ranks[table] is not None:
             self._insert_on(table, self._costs.ranks[table] or ())
             return
-        best, found, paid = math.inf, None, self._groups.keys() | self._paid
+        best, found = math.inf, None
         ways = self._ways[table]
         if types is not None:
             ways = [part for way in ways if (part := way.of(types))] or ways
         for way in ways:
-            groups = np.array([len(paid) + (group not in paid) for group in way.groups], float)
+            groups = np.array([self._with_group(group) for group in way.groups])
             values, ranks = self._prices(way, groups)
             if rng is not None:
                 values[rng.random(len(values)) < _OVERLOOKED] = math.inf
@@ -358,7 +368,7 @@ class _SearchState:
                 self.take(table)
         self.put(table, Choice(min(values, key=values.__getitem__), ranks))
 
-    def _of_totals(self, totals: Floats, memory: Floats, host: Floats, groups: Floats | int) -> Floats:
+    def _of_totals(self, totals: Floats, memory: Floats, host: Floats, groups: float) -> Floats:
         """Return the value, [...], of totals [..., R, stages]."""
         formula = self._costs.formula
         seconds = formula.seconds(formula.slowest(totals), groups)
@@ -433,7 +443,8 @@ def _ways(options: Sequence[Option]) -> list[_Way]:
     kinds: dict[tuple[str, int], list[int]] = {}
     for number, option in enumerate(options):
         over = SHARDING_TYPES[option.sharding].rows_over
-        kinds.setdefault(("any" if over == "one" else over, option.num_shards), []).append(number)
+        kind = {"one": "any", "copies": "all"}.get(over, over)
+        kinds.setdefault((kind, option.num_shards), []).append(number)
     found = []
     for (kind, _), numbers in kinds.items():
         own = [options[number] for number in numbers]

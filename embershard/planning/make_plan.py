@@ -461,12 +461,6 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             "steps. What a size is worth in the long run is an estimate: a power law for rows that were seen rarely or "
             "never. Profile more samples for a better one."
         )
-    notes += [
-        f"Table {table}: hot rows lie together, its busiest block of rows gets {times:.1f} times its share of lookups. "
-        'Scatter them with id_mapping = "hash".'
-        for table, times in candidate.layout.busiest_blocks().items()
-        if times > _SKEWED
-    ]
     grown = [
         rank.rank
         for rank, planned in zip(exact.ranks, candidate.quick.ranks, strict=True)  # no cache grows in the quick one
@@ -478,13 +472,31 @@ def _advice(request: PlanRequest, candidate: Candidate, exact: Prediction) -> li
             "prediction counts that; give them more (--device-memory, a larger cache.ratio), or use a smaller batch."
         )
     notes += exchange_notes(workload, candidate.tables)
-    if named := [table.table for table in workload.model.tables if table.buckets]:
-        notes.append(
-            f"Hit rates of {', '.join(named[:5])}{', ...' if named[5:] else ''} are an estimate: these tables take any "
-            "id, and the profile hashes ids onto rows. They are planned by their capacity."
-        )
+    notes += _notes_on_tables(request, candidate)
     if not candidate.slots:
         notes.append("All rows fit the devices: no table is cached.")
     elif has_all:
         notes.append("Every row has a slot: nothing is ever evicted.")
+    return notes
+
+
+def _notes_on_tables(request: PlanRequest, candidate: Candidate) -> list[str]:
+    """Return what is special about single tables: where their hot rows lie, ids of any kind, copies."""
+    notes = [
+        f"Table {table}: hot rows lie together, its busiest block of rows gets {times:.1f} times its share of lookups. "
+        'Scatter them with id_mapping = "hash".'
+        for table, times in candidate.layout.busiest_blocks().items()
+        if times > _SKEWED
+    ]
+    if named := [table.table for table in request.workload.model.tables if table.buckets]:
+        notes.append(
+            f"Hit rates of {', '.join(named[:5])}{', ...' if named[5:] else ''} are an estimate: these tables take any "
+            "id, and the profile hashes ids onto rows. They are planned by their capacity."
+        )
+    copies = [each.table for each in candidate.tables if each.kernel == "replicated"]
+    if request.workload.shape.device == "cuda" and set(copies) - {each.table for each in request.replicated}:
+        notes.append(
+            f"Every rank has a copy of {len(copies)} tables. Their collectives are predicted; that the host's thread "
+            "takes longer, for the operations that train them, is not."
+        )
     return notes

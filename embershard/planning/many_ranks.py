@@ -149,7 +149,7 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
         return costs
 
     def kept(option: Option) -> Option:
-        if SHARDING_TYPES[option.sharding].rows_over != "all":
+        if SHARDING_TYPES[option.sharding].rows_over not in ("all", "copies"):
             return option
         which: NDArray[np.int64] = np.linspace(0, costs.world_size - 1, num_ranks).astype(np.int64)
         which[0] = int(option.seconds.sum(axis=1).argmax())
@@ -157,7 +157,7 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
         return replace(option, **arrays)
 
     def has_room(option: Option) -> bool:
-        return SHARDING_TYPES[option.sharding].rows_over == "all" or option.num_shards <= num_ranks
+        return SHARDING_TYPES[option.sharding].rows_over in ("all", "copies") or option.num_shards <= num_ranks
 
     over_all = tuple(range(costs.world_size))
     ranks = tuple(tuple(range(num_ranks)) if each == over_all else each for each in costs.ranks)

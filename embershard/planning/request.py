@@ -12,7 +12,7 @@ from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology
 from embershard.planning.workload import Workload
 from embershard.sharding.pins import TablePin
-from embershard.sharding.sharding_types import SHARDING_TYPES, Sharding, sharding_type
+from embershard.sharding.sharding_types import COPIES, SHARDING_TYPES, Sharding, sharding_type
 from embershard.sharding.shards import Kernel, TablePlacement
 from embershard.sharding.sizes import TableSize
 
@@ -113,7 +113,8 @@ class PlanRequest:
         workload: model, data and run.
         rates: of a rank of the machine.
         budget: bytes per rank and node.
-        types: sharding types that may be used; None: all that make sense on so many nodes.
+        types: sharding types that may be used, "data_parallel" for copies beside others; None: all that make sense on
+            so many nodes, without copies.
         only: sharding types of single tables; overrides `types`.
         pins: what is decided of single tables' places.
         replicate_rows: tables with at most so many rows are replicated.
@@ -162,6 +163,12 @@ class PlanRequest:
                     f'sharding.pin.{name}: kernel "device" needs a limit on all of a device\'s memory '
                     "(--device-memory), no size of caches, and tables that take no id of any kind."
                 )
+        if COPIES in (self.types or ()) and not self.may_mix:
+            raise ConfigError(
+                f"--types {COPIES}: copies of whole tables need a limit on all of a device's memory (--device-memory), "
+                "no size of caches, and tables that take no id of any kind. --replicate-rows N has copies of small "
+                "tables whatever the budget."
+            )
 
     def for_ranks(self, num_ranks: int) -> PlanRequest:
         """Return the request for another number of ranks.
@@ -189,8 +196,8 @@ class PlanRequest:
         return [table for table in self.workload.model.tables if not self._is_replicated(table)]
 
     def _is_replicated(self, table: TableSize) -> bool:
-        is_small = table.rows <= self.replicate_rows and table.table not in self.pins
-        return is_small and not table.is_sequence and not table.buckets
+        is_asked = table.rows <= self.replicate_rows or self.only.get(table.table) == [COPIES]
+        return is_asked and table.table not in self.pins and not table.is_sequence and not table.buckets
 
     @property
     def may_mix(self) -> bool:
@@ -204,7 +211,7 @@ class PlanRequest:
         shape = self.workload.shape
         is_one_node = shape.world_size <= shape.ranks_per_node
         tried = [each.name for each in SHARDING_TYPES.values() if each.tried in ("any", "" if is_one_node else "nodes")]
-        types = [sharding_type(name) for name in self.types or tried]
+        types = [sharding_type(name) for name in self.types or tried if name != COPIES]
         found = {}
         for table in self.sharded:
             is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
@@ -216,11 +223,17 @@ class PlanRequest:
                 own = [each for each in own if each in fit] or fit
             if shape.exchange == "rows" and self.types is None:
                 own = [each for each in own if each.exchanges_rows]
-            names = list(self.only.get(table.table, [each.name for each in own or types]))
+            names = [name for name in self.only.get(table.table, ()) if name != COPIES]
+            names = names or [each.name for each in own or types]
             if (pin := self.pins.get(table.table)) is not None:
                 names = self._pinned_types(table.table, pin, names)
             found[table.table] = names
         return found
+
+    def may_be_copied(self, table: TableSize) -> bool:
+        """Return whether each rank may have a copy of a sharded table in place of its shards."""
+        is_asked = self.may_mix and COPIES in self.only.get(table.table, self.types or ())
+        return is_asked and table.table not in self.pins and not table.is_sequence and not table.buckets
 
     def _pinned_types(self, table: str, pin: TablePin, names: Sequence[str]) -> list[str]:
         try:
@@ -261,9 +274,7 @@ class PlanRequest:
     def replicated(self) -> list[TablePlacement]:
         """Placements of the tables that every rank has a copy of."""
         return [
-            TablePlacement(
-                table.table, table.rows, table.dim, table.dtype, "data_parallel", "replicated", (), group=table.group
-            )
+            TablePlacement(table.table, table.rows, table.dim, table.dtype, COPIES, "replicated", (), group=table.group)
             for table in self.workload.model.tables
             if self._is_replicated(table)
         ]

@@ -193,7 +193,7 @@ class PlanBound:
 
     >>> bound = PlanBound(0.0102, 0.01, 0.004, rank=3, stage="embedding", change="")
     >>> bound.sentence.partition(",")[0], bound.is_valid
-    ('Within 2.0 % of the best plan of these sharding types', True)
+    ('Within 2.0 % of the best plan of the allowed sharding types', True)
 
     Attributes:
         step_seconds: of the plan.
@@ -230,8 +230,7 @@ class PlanBound:
         over, of_tables = self.step_seconds - self.least_seconds, self.least_seconds - self.fixed_seconds
         part = f" ({100 * over / of_tables:.1f} % of what depends on the tables)" if of_tables > 0 else ""
         gap = 100 * over / self.least_seconds if self.least_seconds > 0 else 0.0
-        covered = "of these sharding types, without more copies of tables"
-        within = f"Within {gap:.1f} % of the best plan {covered}, under this cost model{part}."
+        within = f"Within {gap:.1f} % of the best plan of the allowed sharding types, under this cost model{part}."
         if self.own_gap is None or 100 * self.own_gap < 100 * gap + 0.1:
             return within
         return f"{within} That is beside the host's thread: the GPUs' own work is within {100 * self.own_gap:.1f} %."

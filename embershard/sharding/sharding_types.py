@@ -16,6 +16,8 @@ from embershard.errors import ConfigError
 #: Of tables whose shards are on ranks that a plan chooses.
 PlacedSharding = Literal["table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard"]
 Sharding = Literal[PlacedSharding, "data_parallel"]
+#: Of tables of which every rank has a copy: plans have none unless they are asked for.
+COPIES: Sharding = "data_parallel"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from embershard.lazy_names import named
 from embershard.settings.decoding import read_toml
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines
-from embershard.sharding.sharding_types import PlacedSharding
+from embershard.sharding.sharding_types import COPIES, Sharding
 from embershard.units import parse_bytes
 
 N = TypeVar("N", int, float)
@@ -203,9 +203,11 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sharding_types(text: str) -> list[str]:
-    known = get_args(PlacedSharding)
+    known = get_args(Sharding)
     types = text.split(",")
     unknown = [name for name in types if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"got {unknown[0]!r}; needed some of {', '.join(known)}")
+    if types == [COPIES]:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed another type beside it, for tables without copies")
     return types

@@ -21,7 +21,7 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import PlanSearch, best_candidate, sized
 from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
 from embershard.sharding.run_shape import ReplaySettings
-from embershard.sharding.sharding_types import SHARDING_TYPES
+from embershard.sharding.sharding_types import COPIES, SHARDING_TYPES
 from embershard.sharding.shards import COLUMN_MULTIPLE, TablePlacement, no_rows_problem
 from embershard.sharding.sizes import TableSize
 from tests.unit.planning.requests import LFU, data_of, make_request
@@ -127,8 +127,23 @@ def by_default(seed: int) -> PlanRequest:
     return replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
 
 
+def with_copies(seed: int) -> PlanRequest:
+    """Two tables, small ones too, of which each rank may have a copy: on two GPUs, on cores that ranks share, or on two
+    nodes, where links are slow."""
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(count) for count in 10 ** rng.uniform(0.7, 4, 2))
+    request = (on_two_ranks, on_shared_cores, on_two_nodes)[seed % 3](seed // 3)
+    sizes = request.workload.model.tables
+    tables = tuple(replace(size, rows=count) for size, count in zip(sizes, rows, strict=False)) + sizes[2:]
+    model, bags = replace(request.workload.model, tables=tables), int(rng.choice([1, 3]))
+    data = data_of(tuple(size.rows for size in tables), bag_size=bags)
+    budget = request.budget if request.budget.may_mix else Budget(device_bytes=10**9)
+    types = [each for each in SHARDING_TYPES if each in {COPIES, *next(iter(request.allowed.values()))}]
+    return replace(request, workload=replace(request.workload, model=model, data=data), types=types, budget=budget)
+
+
 #: Numbers of tasks of each kind.
-NUM_TASKS = {on_two_ranks: 200, on_shared_cores: 100, on_two_nodes: 200, by_default: 60}
+NUM_TASKS = {on_two_ranks: 200, on_shared_cores: 100, on_two_nodes: 200, by_default: 60, with_copies: 90}
 
 
 def every_plan(request: PlanRequest) -> Iterator[float]:
@@ -148,6 +163,8 @@ def every_plan(request: PlanRequest) -> Iterator[float]:
 
 def _placements(request: PlanRequest, table: TableSize) -> Iterator[TablePlacement]:
     ranks = range(request.workload.shape.world_size)
+    if request.may_be_copied(table):
+        yield TablePlacement(table.table, table.rows, table.dim, table.dtype, COPIES, "replicated", ())
     for name in request.allowed[table.table]:
         counts = [1] if name == "table_wise" else [len(ranks)]
         if name == "column_wise":
@@ -169,7 +186,7 @@ def _is_in_order(tables: Sequence[TablePlacement]) -> bool:
     """Return True if ranks come into use in the order of their numbers."""
     used = 0
     for table in tables:
-        new = [rank for rank in table.ranks if rank >= used]
+        new = [rank for rank in table.ranks if rank >= used]  # copies have none
         if table.sharding != "row_wise" and new != list(range(used, used + len(new))):
             return False
         used += len(new) if table.sharding != "row_wise" else 0

@@ -16,10 +16,11 @@ from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.planning.bound import Bound, lower_bound, tightened
 from embershard.planning.cost.rates import Rates, StepWork
-from embershard.planning.cost_arrays import STAGES, StepFormula, cost_arrays
+from embershard.planning.cost_arrays import cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import PlanSearch, best_candidate, make_plan, sized
 from embershard.planning.request import Budget, PlanRequest
+from embershard.planning.simulate.step_formula import STAGES, StepFormula
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.sharding.plan import Plan
 from embershard.sharding.plan_diff import diff_lines

@@ -390,6 +390,7 @@ def test_what_is_refused(files, tmp_path, capsys):
         (given(files, "--ranks", "2", "--set", "train.device=cuda"), "train.device is 'cuda'.*of kind 'cpu'"),
         (given(files, "--set", "data.parquet.num_rows=[20000, 9000, 3000, 61]"), "'t_d': .* 61 rows, .* 60 rows"),
         (given(files, "--ranks", "1", "--ratios", "0.9", "--topology", "h100x8", "--device-memory", "2MB"), "ratio"),
+        (given(files, "--types", "table_wise,data_parallel"), "--types data_parallel: copies .*--replicate-rows N"),
         (["--calibrate"], "--calibrate needs -o"),
     ]  # fmt: skip
     for arguments, expected in cases:
@@ -399,6 +400,7 @@ def test_what_is_refused(files, tmp_path, capsys):
         ["--ranks", "0"],
         ["--ranks", "two"],
         ["--types", "row"],
+        ["--types", "data_parallel"],
         ["--ratios", "-1"],
         ["--device-memory", "x"],
     ):
