@@ -84,6 +84,25 @@ def limits_of_maps(root: Path = Path("/")) -> list[MapLimit]:
     return [MapLimit(*limit) for limit in limits if limit[1] != resource.RLIM_INFINITY]
 
 
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of this process: what it has now, and the most that it has had. Pages that it shares with others count."""
+
+    now_bytes: int
+    most_bytes: int
+
+    @classmethod
+    def read(cls, root: Path = Path("/")) -> ProcessMemory:
+        """Read it.
+
+        Args:
+            root: folder with `proc`; for tests.
+        """
+        lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
+        kibibytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
+        return cls(kibibytes["VmRSS"] * 1024, kibibytes["VmHWM"] * 1024)
+
+
 #: OpenMP's number of threads; and what the launcher set it to for its ranks, where the user had set none.
 THREADS_VARIABLE, OWN_THREADS_VARIABLE = "OMP_NUM_THREADS", "EMBERSHARD_RANK_CORES"
 #: Operations of a step for each thread. With fewer, a thread is ready before the next one has woken.

@@ -91,6 +91,22 @@ class SentTotals:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredMemory:
+    """The most memory that a rank has had since it started.
+
+    Attributes:
+        host_bytes: of its process. All is in it: libraries, data, and on a CPU also what plans call device memory.
+        host_bytes_before: what the process had just before the model was built.
+        device_bytes: of tensors on its GPU; None on a CPU.
+    """
+
+    rank: int
+    host_bytes: int
+    host_bytes_before: int
+    device_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class HotColdTotals:
     """Of `sharding.mode = "hot_cold"`: the hot rows, the share of hot samples, the trained batches by kind."""
 
@@ -287,6 +303,15 @@ def _other_program_rows(share: float | None, run: RunResult) -> Iterator[Row]:
         yield "other programs", f"{share:.0%}", "of the processor time: alone on the machine, steps are faster"
 
 
+def _memory_rows(ranks: Sequence[MeasuredMemory], run: RunResult) -> Iterator[Row]:
+    if ranks:
+        host = max(ranks, key=lambda each: each.host_bytes)
+        of = "the most that the process of a rank had" if run.world_size > 1 else "the most that the process had"
+        yield "memory", f"{size(host.host_bytes)} host", f"{of}; {size(host.host_bytes_before)} before the model"
+        if device := max((each.device_bytes or 0 for each in ranks), default=0):
+            yield "", f"{size(device)} device", "the most that tensors of a rank took"
+
+
 def _cache_rows(cache: RunCaches | None, run: RunResult) -> Iterable[Row]:
     if cache is None:
         return [("cache", "off", "all embedding rows are on the device")]
@@ -401,6 +426,7 @@ class RunResult:
         threads: of the first rank; None in files of earlier versions.
         other_programs: share of the processor time that they took since the run began, on the machine where it is
             largest; None in files of earlier versions.
+        memory: of each rank, in order; none in files of earlier versions.
         cache: None in a run without caches.
         ids: of the tables that take any id, since the run was last resumed.
         changes: settings that resumes changed on request.
@@ -436,6 +462,7 @@ class RunResult:
     )  # in the closing table after quality, and before what the rest counts
     threads: RankThreads | None = field(default=None, metadata=_shown(_thread_rows))
     other_programs: float | None = field(default=None, metadata=_shown(_other_program_rows))
+    memory: tuple[MeasuredMemory, ...] = field(default=(), metadata=_shown(_memory_rows))
     cache: RunCaches | None = field(metadata=_shown(_cache_rows, _cache_tables))
     look_ahead: LookAheadTotals | None = field(metadata=_shown(_look_ahead_rows))
     sent_bytes: SentTotals = field(metadata=_shown(_sent_rows))

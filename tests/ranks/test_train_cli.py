@@ -118,6 +118,11 @@ def test_real_clicks_are_learned_through_a_small_cache(cached: Path) -> None:
         total = found["cache"][name]
         assert sum(table[name] for table in found["cache"]["tables"].values()) == total
         assert sum(rank[name] for rank in found["cache"]["ranks"]) == total
+    assert [rank["rank"] for rank in found["memory"]] == [0, 1]
+    for rank in found["memory"]:  # rows, scores and slots are in its process, and the libraries were there before
+        own = found["cache"]["ranks"][rank["rank"]]
+        assert rank["host_bytes_before"] + own["host_bytes"] + own["device_bytes"] < rank["host_bytes"]
+        assert rank["device_bytes"] is None
     assert {path.name for path in cached.iterdir()} >= {"config.toml", "metrics.jsonl", "result.json", "checkpoints"}
     assert list(cached.glob("events.out.tfevents.*"))
 

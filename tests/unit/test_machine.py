@@ -14,6 +14,7 @@ import pytest
 from embershard.machine import (
     HostMemory,
     MapLimit,
+    ProcessMemory,
     RankThreads,
     cpus_near,
     host_memory,
@@ -48,6 +49,22 @@ def v2(folder: str, limit: object, used: int, cache: int = 0) -> dict[str, objec
     stat = f"anon 5\nfile {cache + 7}\nshmem 7\ninactive_file {cache}\nactive_file 0\n"
     names = ("memory.max", "memory.current", "memory.stat")
     return {f"{folder}{name}": value for name, value in zip(names, (limit, used, stat), strict=True)}
+
+
+def test_memory_of_a_process_is_read_in_bytes(tmp_path: Path):
+    make(tmp_path, "", {})
+    (tmp_path / "proc/self/status").write_text("Name:\tx\nVmPeak:\t 9 kB\nVmHWM:\t 20480 kB\nVmRSS:\t 10240 kB\n")
+    assert ProcessMemory.read(tmp_path) == ProcessMemory(now_bytes=10 << 20, most_bytes=20 << 20)
+
+
+def test_the_most_memory_outlives_it():
+    before = ProcessMemory.read()
+    block = bytearray(b"1" * (64 << 20))
+    held = ProcessMemory.read().now_bytes
+    del block
+    after = ProcessMemory.read()
+    assert held > before.now_bytes + (60 << 20)
+    assert after.most_bytes >= held - (1 << 20) > after.now_bytes
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ NEW = {
     "followed": None,
     "deal": {},
     "threads": None,
+    "memory": [],
 }
 
 
@@ -91,6 +92,21 @@ def test_a_malformed_result_says_what_is_wrong(changes: dict[str, Any], says: st
     assert says in str(error.value)
     assert str(tmp_path / RESULT) in str(error.value)
     assert RunResult.find(tmp_path) is None
+
+
+def test_memory_is_that_of_the_fullest_rank():
+    ranks = [
+        {"rank": rank, "host_bytes": host << 20, "host_bytes_before": 300 << 20, "device_bytes": device}
+        for rank, host, device in ((0, 512, 5 << 30), (1, 768, 3 << 30))
+    ]
+    rows = list(RunResult.of(entries(memory=ranks)).closing_rows())
+    at = rows.index(
+        ("memory", "768.00 MiB host", "the most that the process of a rank had; 300.00 MiB before the model")
+    )
+    assert rows[at + 1] == ("", "5.00 GiB device", "the most that tensors of a rank took")
+    on_cpu = RunResult.of(entries(memory=[{**each, "device_bytes": None} for each in ranks]))
+    assert len(list(on_cpu.closing_rows())) == len(rows) - 1
+    assert not [row for row in RunResult.of(entries()).closing_rows() if row[0] == "memory"], "earlier versions"
 
 
 @pytest.mark.slow

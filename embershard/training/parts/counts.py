@@ -21,9 +21,11 @@ from embershard.cache.totals import CacheTotals, PoolSize, RankCaches, RunCaches
 from embershard.distributed import Ranks
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
+from embershard.frequency import FrequencyProfile
+from embershard.machine import ProcessMemory
 from embershard.metrics.predictions import Predicted, PredictionWindow
 from embershard.pipeline import LookAheadStats
-from embershard.run_result import LookAheadTotals, SentTotals
+from embershard.run_result import LookAheadTotals, MeasuredMemory, SentTotals
 from embershard.sharding.torchrec import cache_stats, copied_rows, file_counts, pools_by_module
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
@@ -192,6 +194,9 @@ class StepMetrics(Part):
     cache_reader: CacheReader
     traffic_reader: TrafficReader
 
+    def before_build(self, profile: FrequencyProfile | None) -> None:
+        self._bytes_before = ProcessMemory.read().now_bytes
+
     def after_build(self) -> None:
         self.cache_reader = CacheReader(self.run.model, self.run.ranks)
         self.traffic_reader = TrafficReader(self.run.ranks)
@@ -249,7 +254,14 @@ class StepMetrics(Part):
             "look_ahead": look_ahead_totals(run.upcoming.stats(), run.ranks, files),
             "sent_bytes": self.traffic_reader.totals(),
             "other_programs": self._processor.taken_by_others(run.ranks),
+            "memory": tuple(run.ranks.all_gather_objects(self._memory())),
         }
+
+    def _memory(self) -> MeasuredMemory:
+        ranks = self.run.ranks
+        on_gpu = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
+        host = {"host_bytes": ProcessMemory.read().most_bytes, "host_bytes_before": self._bytes_before}
+        return MeasuredMemory(rank=ranks.rank, device_bytes=on_gpu, **host)
 
     def end(self, step: int) -> EndReport:
         """Report on what came behind the last report. Collective."""
