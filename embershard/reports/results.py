@@ -15,6 +15,7 @@ from embershard.reports.run_folder import RunFolder, is_sweep
 from embershard.run_result import RunResult
 from embershard.sweeps.spread import (
     SPEEDS,
+    efficiencies,
     held_out_of,
     main_figures,
     read_configurations,
@@ -31,6 +32,7 @@ class _Row(NamedTuple):
 
     Attributes:
         folder: the name of that of the run or the sweep.
+        efficiency: beside fewer ranks, for readers; "" where there are none.
     """
 
     folder: str
@@ -38,6 +40,7 @@ class _Row(NamedTuple):
     settings: dict[str, Any]
     results: Sequence[RunResult]
     ended: int
+    efficiency: str = ""
 
 
 def results_text(folders: Sequence[Path], form: str) -> str:
@@ -53,9 +56,11 @@ def results_text(folders: Sequence[Path], form: str) -> str:
     for folder in folders:
         if is_sweep(folder):
             prefix = f"{folder.name}: " if len(folders) > 1 else ""
+            found = read_configurations(folder)
+            shares = ["" if each is None else each.text for each in efficiencies(found)]
             rows += [
-                _Row(folder.name, f"{prefix}{each.name}", dict(each.varied), each.results, len(each.outcomes))
-                for each in read_configurations(folder)
+                _Row(folder.name, f"{prefix}{each.name}", dict(each.varied), each.results, len(each.outcomes), share)
+                for each, share in zip(found, shares, strict=True)
             ]
         else:
             run = RunFolder.read(folder)
@@ -68,11 +73,13 @@ def results_text(folders: Sequence[Path], form: str) -> str:
     if form == "latex":
         return _latex(rows)
     figures, cells = main_figures(result for row in rows for result in row.results), []
+    scales = any(row.efficiency for row in rows)
     for row in rows:
         shown = [spread_text(row.results, name, each) for name, (_, each) in figures.items()]
         finished = f"{len(row.results)} of {row.ended}" if len(row.results) < row.ended else str(row.ended)
-        cells.append([row.name, finished, *shown, held_out_of(row.results)])
-    titles = ["run", "runs", *(title for title, _ in figures.values()), "held out"]
+        cells.append([row.name, finished, *shown, *([row.efficiency] if scales else []), held_out_of(row.results)])
+    more = ["efficiency"] if scales else []
+    titles = ["run", "runs", *(title for title, _ in figures.values()), *more, "held out"]
     return _markdown(titles, cells)
 
 

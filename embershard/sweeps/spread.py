@@ -74,6 +74,52 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """Samples per second of a rank, over those of a rank on the fewest ranks.
+
+    The runs of both are taken as independent, and their means as about normal. The relative variance of the ratio is
+    then the sum of those of both means (sd^2 / (n mean^2)), and its 95 % confidence interval is Student's t of it, with
+    the degrees of freedom of Welch and Satterthwaite.
+
+    >>> found = Efficiency.of(Spread((180.0, 184.0)), 2, Spread((98.0, 102.0)), 1)
+    >>> found.text
+    '91.0% ± 11.9%'
+
+    Attributes:
+        base_ranks: the fewest.
+        half: of the interval's width; None where it is not known, `why` says why.
+    """
+
+    value: float
+    base_ranks: int
+    half: float | None = None
+    why: str = ""
+
+    @classmethod
+    def of(cls, here: Spread, ranks: int, fewest: Spread, base_ranks: int) -> Efficiency:
+        """Return the efficiency of runs on so many ranks, by the samples per second of all ranks."""
+        from scipy.special import stdtrit
+
+        value = here.mean / ranks / (fewest.mean / base_ranks)
+        if ranks == base_ranks:
+            return cls(value, base_ranks, why="what others are compared with")
+        if lone := [count for count, each in ((ranks, here), (base_ranks, fewest)) if each.deviation is None]:
+            places = " and one on ".join(f"{count} {'rank' if count == 1 else 'ranks'}" for count in lone)
+            return cls(value, base_ranks, why=f"one run on {places}: no interval")
+        parts = [((each.deviation or 0.0) / each.mean) ** 2 / len(each.values) for each in (here, fewest)]
+        if not (variance := sum(parts)):
+            return cls(value, base_ranks, 0.0)
+        counts = [len(each.values) - 1 for each in (here, fewest)]
+        freedom = variance**2 / sum(part**2 / count for part, count in zip(parts, counts, strict=True))
+        return cls(value, base_ranks, value * float(stdtrit(freedom, (1 + _CONFIDENCE) / 2)) * variance**0.5)
+
+    @property
+    def text(self) -> str:
+        """For readers, with its interval."""
+        return f"{self.value:.1%}" + ("" if self.half is None else f" ± {self.half:.1%}")
+
+
+@dataclass(frozen=True)
 class Configuration:
     """All runs of the same settings, whatever their seeds.
 
@@ -121,6 +167,25 @@ def spread_text(results: Sequence[RunResult], figure: str, form: str) -> str:
     if (spread := spread_of(results, figure)) is None:
         return ""
     return spread.text(form) + (steady_mark(*results) if figure in SPEEDS else "")
+
+
+def efficiencies(configurations: Sequence[Configuration]) -> list[Efficiency | None]:
+    """Return the efficiency of each configuration beside the one on the fewest ranks that differs in these alone; None
+    where there is no other number of ranks."""
+    speeds = [each.spread("samples_per_second") for each in configurations]
+    lines: dict[str, dict[int, Spread]] = {}
+    for each, speed in zip(configurations, speeds, strict=True):
+        if speed is not None:
+            lines.setdefault(each.without("ranks"), {})[each.outcomes[0].ranks] = speed
+    found: list[Efficiency | None] = []
+    for each, speed in zip(configurations, speeds, strict=True):
+        line = lines.get(each.without("ranks"), {})
+        fewest = min(line, default=0)
+        if speed is None or len(line) < 2:
+            found.append(None)
+        else:
+            found.append(Efficiency.of(speed, each.outcomes[0].ranks, line[fewest], fewest))
+    return found
 
 
 def figures_of(result: RunResult) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from embershard.extras.report_page.parts import (
 from embershard.metrics.figures import main_names, more_is_better, title_of
 from embershard.sweeps.experiments import shown
 from embershard.sweeps.outcomes import Outcome
-from embershard.sweeps.spread import Configuration, Spread, against_best, best_sentence, main_figures, spread_text
+from embershard.sweeps.spread import (
+    Configuration,
+    Efficiency,
+    Spread,
+    against_best,
+    best_sentence,
+    main_figures,
+    spread_text,
+)
 from embershard.units import size
 
 _SPEED = "samples_per_second"
@@ -128,16 +136,20 @@ def _scaling(lines: Sequence[Sequence[Configuration]]) -> PageFigure:
         speed = go.Scatter(y=means, error_y=bars, mode="lines+markers", name=name, line=look(number), **group)
         dotted = {**style, "dash": "dot", "width": 1}
         perfect = go.Scatter(y=ideal, mode="lines", name=f"{name}: ideal", line=dotted, showlegend=False, **group)
-        share = [mean / best for mean, best in zip(means, ideal, strict=True)]
-        efficiency = go.Scatter(y=share, mode="lines+markers", name=name, line=look(number), showlegend=False, **group)
+        shares = [
+            Efficiency.of(spread, count, spreads[0], ranks[0]) for spread, count in zip(spreads, ranks, strict=True)
+        ]
+        bars = {"array": [each.half or 0.0 for each in shares]}
+        own = {"y": [each.value for each in shares], "error_y": bars, "line": look(number), "showlegend": False}
+        efficiency = go.Scatter(mode="lines+markers", name=name, **own, **group)
         figure.add_traces([speed, perfect, efficiency], rows=[1, 1, 1], cols=[1, 1, 2])
     figure.add_hline(y=1, line={"color": "#888888", "dash": "dot", "width": 1}, row=1, col=2)
     figure.update_xaxes(title="ranks", tickvals=sorted({each.outcomes[0].ranks for line in lines for each in line}))
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
     figure.update_yaxes(tickformat=".0%", rangemode="tozero", row=1, col=2)
     note = (
-        "Means over repeats. Bars go from the least to the greatest. Dotted: the speed of the fewest ranks times the "
-        "ranks. Efficiency: samples/s over that."
+        "Means over repeats. Bars of samples/s go from the least to the greatest. Dotted: the speed of the fewest "
+        "ranks times the ranks. Efficiency: samples/s over that, with its 95 % interval where both have repeats."
     )
     return PageFigure("Scaling", figure, note)
 

@@ -198,8 +198,8 @@ def test_results_are_a_table_for_readers(tmp_path, report):
     folder = write_run(tmp_path / "a_b|c", None, result_of(predicted_plan()))
     lines = table_of(report, "markdown", folder, write_sweep(tmp_path / "s")).splitlines()
     assert len(lines) == 2 + 1 + 6
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {10}
-    assert "| AUC | NE |" in lines[0]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {11}
+    assert "| AUC | NE | efficiency |" in lines[0]
     assert lines[2].startswith("| a_b\\|c | 1 |")
     assert lines[6].startswith("| s: ranks=2, cache.ratio=0.2 | 1 of 2 |"), "the other one failed"
     assert "| 1,000 ± 635 (sd 71) |" in lines[3]
@@ -295,7 +295,7 @@ def test_a_row_says_what_is_held_out_whether_all_failed_and_whether_its_speed_is
     lines = table_of(report, "markdown", run, sweep).splitlines()
     assert lines[2].startswith("| r | 1 | 25,600 (not steady yet) |")
     assert lines[2].endswith(" | the last 10% of every file: 10 of 100 samples |")
-    assert "| s: ranks=2, cache.ratio=0.1 | 0 of 2 |  |  |  |  |  |  |  |" in lines
+    assert "| s: ranks=2, cache.ratio=0.1 | 0 of 2 |  |  |  |  |  |  |  |  |" in lines
     rows = {row["name"]: row for row in json.loads(table_of(report, "json", run, sweep))}
     assert rows["r"]["held_out"] == "the last 10% of every file: 10 of 100 samples"
     assert (rows["r"]["result.is_steady"], rows["s: ranks=1, cache.ratio=0.1"]["result.is_steady"]) == (False, True)
