@@ -49,7 +49,7 @@ def study(project_dir: Path, folder: Path, ranks: str, grid: str = "", more: str
 
 @pytest.mark.smoke
 def test_a_study_has_measured_predicted_and_simulated_points(project_dir: Path, tmp_path: Path) -> None:
-    rows = study(project_dir, tmp_path, "1, 2", more="simulate_to = 4\n")
+    rows = study(project_dir, tmp_path, "1, 2", "train.seed = [1, 2]", "simulate_to = 4\nprofile_steps = [4, 6]\n")
     assert [(row["source"], row["ranks"]) for row in rows] == [
         ("measured", "1"),
         ("measured", "2"),
@@ -61,14 +61,26 @@ def test_a_study_has_measured_predicted_and_simulated_points(project_dir: Path, 
         assert float(row["predicted_step_ms"]) > 0
         assert row["cache_bytes"] == row["predicted_cache_bytes"]
         assert float(row["hit_rate"]) == pytest.approx(float(row["predicted_hit_rate"]), abs=0.02)
+        assert float(row["process_bytes_before"]) < float(row["predicted_process_bytes"])
+        assert float(row["predicted_process_bytes"]) < float(row["peak_process_bytes"]), "threads, batches, torch's own"
+        assert float(row["parts_ms.forward"]) > 0
     for kind in ("embeddings", "gradients"):
         measured = float(rows[1][f"sent_bytes.{kind}"])
         assert measured == pytest.approx(float(rows[1][f"predicted_sent_bytes.{kind}"]), rel=0.02)
         assert measured > 0
     assert all(float(row["low"]) < float(row["samples_per_second"]) < float(row["high"]) for row in rows[2:])
+    for name in ("efficiency", "predicted_efficiency"):
+        assert (float(rows[0][name]), float(rows[1][name]) > 0) == (1.0, True)
+    assert float(rows[1]["efficiency_low"]) < float(rows[1]["efficiency"]) < float(rows[1]["efficiency_high"])
     assert (tmp_path / "out" / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "out" / "scaling.md").read_text()
+    assert "Weak scaling: the same samples per rank" in text
+    titles = ("Efficiency, measured", "Memory of a rank", "Parts of a step, measured, ms", "Sent by a rank in a step")
+    assert all(f"\n## {title}" in text for title in titles)
+    assert f"| {float(rows[1]['efficiency']):.1%} |" in text
     pytest.importorskip("plotly", reason="Plotly is not installed (the extra [report])")
-    assert "Measured, predicted, simulated" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(title in page for title in ("Measured, predicted, simulated", *titles))
 
 
 def may_have_nodes() -> bool:

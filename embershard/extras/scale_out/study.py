@@ -19,9 +19,12 @@ from embershard.commands.profile import command as profile_command
 from embershard.commands.report import command as report_command
 from embershard.errors import ConfigError, SetupError
 from embershard.extras.scale_out import nodes
-from embershard.extras.scale_out.points import SIMULATED, point_tables, points_of, write_points
+from embershard.extras.scale_out.page import MARKDOWN, PICTURE, write_study_page
+from embershard.extras.scale_out.points import POINTS, SIMULATED, absent, points_of, write_points
+from embershard.extras.scale_out.tables import speed_tables
 from embershard.launch.screen import save_figure, say
 from embershard.planning.cost.topology import load_topology, save_topology
+from embershard.reports.run_tables import table_of
 from embershard.settings.decoding import decode
 from embershard.settings.files import load_config
 from embershard.sweeps.experiments import SEEDS, Experiment, Sweep
@@ -45,6 +48,7 @@ class ScaleOut:
         simulate_to: simulate twice as many ranks, and so on, up to so many; 0: none.
         simulated_on: the machine of the simulated ranks; None: `topology`.
         link: between its nodes, as `1gbit`; None: as fast as the topology says.
+        profile_steps: the first and the last step of each run that are traced, for the parts of a step; None: none.
     """
 
     topology: str | None = None
@@ -52,6 +56,7 @@ class ScaleOut:
     simulate_to: int = 0
     simulated_on: str | None = None
     link: str | None = None
+    profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.quick and self.topology is not None:
@@ -60,6 +65,11 @@ class ScaleOut:
             raise ConfigError(
                 f"scale_out.simulate_to: got {self.simulate_to}, needed the most ranks that are simulated, for "
                 "instance 4096; without it, simulated_on and link have no effect."
+            )
+        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ConfigError(
+                f"scale_out.profile_steps: got {list(self.profile_steps)}, needed the first and the last step that are "
+                "traced, for instance [20, 29]."
             )
 
 
@@ -92,7 +102,8 @@ class Study:
         return replace(self._sweep, experiments=tuple(map(self._placed, self._sweep.experiments)))
 
     def finish(self) -> None:
-        """Write `scaling.csv`, `scaling.png` and, where Plotly is installed, `report.html` into the sweep's folder."""
+        """Write `scaling.csv`, `scaling.png`, `scaling.md` and, where Plotly is installed, `report.html` into the
+        sweep's folder."""
         from embershard.extras.scale_out.picture import scaling_figure  # it loads matplotlib
 
         simulations = {
@@ -101,20 +112,23 @@ class Study:
             for each in self._sweep.experiments
             if _line(each) == _line(line)
         }
-        points = points_of(read_configurations(self._folder), simulations)
+        configurations = read_configurations(self._folder)
+        points, missing = points_of(configurations, simulations), absent(configurations, simulations)
         if not points:
+            say(self._console, *(f"No point: {line}" for line in missing))
             return
         write_points(points, self._folder)
-        for table in point_tables(points):
-            self._console.print(table)
-        save_figure(scaling_figure(points), self._folder / "scaling.png")
+        for table in speed_tables(points):
+            self._console.print(table_of(table))
+        save_figure(scaling_figure(points), self._folder / PICTURE)
+        write_study_page(points, missing, self._folder)
         page = "report.html"
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 report_command.main([str(self._folder), "-o", str(self._folder / page)])
         except SetupError as error:
             page = f"no page: {error}"
-        say(self._console, f"Scaling: {self._folder / 'scaling.csv'}, scaling.png, {page}")
+        say(self._console, f"Scaling: {self._folder / MARKDOWN}, {PICTURE}, {POINTS}, {page}")
 
     def _placed(self, experiment: Experiment) -> Experiment:
         placed, settings, program = experiment.placed, experiment.settings, experiment.program
@@ -123,6 +137,8 @@ class Study:
         if nodes.nodes_of(experiment) > 1:
             program = nodes.__name__
             settings = (*settings, *nodes.words_of(experiment))
+        if (traced := self._asked.profile_steps) is not None:
+            settings = (*settings, "--profile-steps", f"{traced[0]}:{traced[1]}")
         return replace(experiment, settings=settings, program=program)
 
     def _plan(self, experiment: Experiment) -> Path:

@@ -15,8 +15,10 @@ from embershard.commands.sweep import command
 from embershard.errors import ConfigError
 from embershard.extras.report_page.scaling import scaling_section
 from embershard.extras.scale_out import nodes, study
+from embershard.extras.scale_out.page import write_study_page
 from embershard.extras.scale_out.picture import scaling_figure
-from embershard.extras.scale_out.points import Point, point_tables, points_of, write_points
+from embershard.extras.scale_out.points import Point, points_of, write_points
+from embershard.extras.scale_out.tables import more_tables, speed_tables
 from embershard.launch.screen import plain_console, save_figure
 from embershard.planning.cost.rates import Rates
 from embershard.planning.cost.topology import Topology, load_topology
@@ -166,12 +168,16 @@ def test_results_are_a_table_a_file_a_picture_and_a_page(tmp_path: Path) -> None
     assert float(rows[1]["error"]) == pytest.approx(-0.2)
     assert float(rows[1]["sent_bytes.embeddings"]) == 2000
     save_figure(scaling_figure(points), folder / "scaling.png")
+    assert scaling_section(folder) is None, "a study that has not ended"
+    write_study_page(points, [], folder)
     section = scaling_section(folder)
     assert section is not None
-    picture, table = section.parts
+    picture, *tables = section.parts
     assert picture.html("figure").startswith('<img id="figure"')
-    assert table.rows[1][-1] == "-20.0%"
-    assert [len(table.rows) for table in point_tables(points)] == [4, 2]
+    shown = [*speed_tables(points), *more_tables(points)]
+    assert [table.title for table in tables[: len(shown)]] == [table.title for table in shown]
+    assert tables[0].rows[1][-1] == "-20.0%"
+    assert [len(table.rows) for table in shown[:3]] == [4, 4, 2]
     title = scaling_figure(points).get_suptitle()
     assert "SIMULATED on h100" in title
     assert "SIMULATED" not in scaling_figure([each for each in points if each.source == "measured"]).get_suptitle()
@@ -198,6 +204,7 @@ def of_grid(path: Path, text: str) -> Sweep:
         ("ranks = [2]\n[scale_out]\nsimulated_on = 'h100x8'", "simulate_to: got 0"),
         ("ranks = [2]\n[scale_out]\nquick = true\ntopology = 'cpu'", "quick has no effect"),
         ("ranks = [2]\n[scale_out]\nranks = 4", "ranks"),
+        ("ranks = [2]\n[scale_out]\nprofile_steps = [9, 5]", r"profile_steps: got \[9, 5\], needed the first and"),
     ],
 )
 def test_what_has_no_effect_or_no_meaning_is_refused(sweep_file: Path, text: str, message: str) -> None:
@@ -211,6 +218,11 @@ def test_runs_that_are_placed_otherwise_are_others(sweep_file: Path) -> None:
     assert len({each.group for each in experiments}) == len(experiments) == 4
     placed = study.Study(of_grid(sweep_file, text), sweep_file.parent, plain_console(), is_dry=True).prepared()
     assert ["--plan" in each.settings for each in placed.experiments] == [False, True] * 2
+    assert not any("--profile-steps" in each.settings for each in placed.experiments)
+    traced = of_grid(sweep_file, f"{text}\nprofile_steps = [5, 9]")
+    placed = study.Study(traced, sweep_file.parent, plain_console(), is_dry=True).prepared()
+    assert all(each.settings[-2:] == ("--profile-steps", "5:9") for each in placed.experiments)
+    assert [each.digest for each in traced.experiments] == [each.digest for each in experiments]
     assert [each.command.startswith("python -m embershard.extras") for each in placed.experiments] == [False] * 2 + [
         True
     ] * 2
