@@ -165,7 +165,7 @@ def _held_by_next_use(pool: _RowGroups, num_slots: int, ahead: tuple[int, int], 
     if is_recency:
         return stays(known + _bisect(lambda steps: float(slots(known + steps, steps).sum()), num_slots, 0.0, 1e9))
     order = np.argsort(-pool.lookups, kind="stable")
-    more = np.maximum((pool.rows - slots(known))[order], 1e-300)  # slots to keep all of a group
+    more = np.maximum((pool.rows - slots(known))[order], 1e-290)  # slots to keep all of a group
     always = np.empty_like(more)
     always[order] = np.clip((left - (np.cumsum(more) - more)) / more, 0.0, 1.0)
     return always + (1.0 - always) * stays(known)

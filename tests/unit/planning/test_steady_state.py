@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from embershard.cache.config import CachePolicy
 from embershard.frequency import CountHistogram, TableStatistics
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
 from embershard.planning.simulate.pool_report import PoolReport, RowRange
 from embershard.planning.simulate.replay import StepCut, replay_pool
 from embershard.planning.simulate.steady_state import steady_state
@@ -212,3 +213,22 @@ def test_a_block_is_corrected_as_its_table_is():
     assert found(0.5) == pytest.approx(found(0.5 + 1e-9), rel=1e-6)
     assert found(0.5) == pytest.approx(found(0.5 - 1e-9), rel=1e-6)
     assert found(0.5) != pytest.approx(found(0.52), rel=1e-3)
+
+
+def test_rows_of_every_batch_stay_in_a_cache_of_hundreds_of_millions():
+    """Their share of the slots is next to nothing: no number overflows."""
+    data = assumed_statistics([AssumedTable("t0", 400_000_000, 1.05)], 10**9)
+    settings = ReplaySettings()
+    found = steady_state(
+        [data.tables["t0"]],
+        [RowRange("t0", 0, 400_000_000)],
+        [1.0],
+        data.num_samples,
+        390_000_000,
+        65_536,
+        settings.policy,
+        is_sample=False,
+        ahead=settings.ahead,
+    )
+    (report,) = found.shards
+    assert 0.99 < report.hits_lookups / report.lookups <= 1
