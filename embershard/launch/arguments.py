@@ -237,10 +237,10 @@ class _OneConfig(argparse.Action):
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and `--set KEY=VALUE`; the overrides become the list `overrides`."""
-    text = "the run's settings: a TOML file, or the name of an example (quickstart)"
+    text = "the run's settings: TOML file or example (quickstart)"
     option = parser.add_argument("--config", type=config_file, action=_OneConfig, metavar="FILE", help=text)
     option.completer = _config_names  # type: ignore[attr-defined]
-    add_overrides(parser, "override a setting, for instance train.batch_size=512; may be repeated")
+    add_overrides(parser, "override a setting: train.batch_size=512; repeatable")
 
 
 def add_config_word(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from embershard.errors import ConfigError
 from embershard.launch.arguments import (
@@ -37,7 +37,7 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
   embershard plan diff a.json b.json
 """
 _MOST_EFFORT, _MOST_BYTES = 1000, 2**60
-_SPEED = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMG]?)(?:/s)?", re.IGNORECASE)
+_SPEED = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMG]?)(/s|/h)?", re.IGNORECASE)
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -70,8 +70,11 @@ def main(argv: Sequence[str]) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Raise where what a plan needs is missing, or an option has no effect; say how a profile of these settings is
     made."""
-    if arguments.simulate and (arguments.price or arguments.target or len(arguments.topology) > 1):
-        raise ConfigError("--simulate takes one --topology, and neither --price nor --target: it compares no machines.")
+    compared = (arguments.price, arguments.target, arguments.batches, arguments.global_batches, arguments.most_batch)
+    if arguments.simulate and (any(compared) or len(arguments.topology) > 1):
+        raise ConfigError(
+            "--simulate takes one --topology, and neither --price nor --target: it compares no machines or batches."
+        )
     if arguments.quick:
         raise ConfigError("--quick has no effect without --calibrate.")
     if arguments.tables is not None and arguments.profile is not None:
@@ -114,7 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     add_config_word(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="the data's frequencies (embershard profile)")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables as numbers, for a plan without data")
-    parser.add_argument("--ranks", type=_ranks, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
+    parser.add_argument("--ranks", type=_counts, metavar="N[,N...]", help="ranks; several, or 1..64: compare them")
+    text = "samples of a rank, to compare: 1024..8192"
+    parser.add_argument("--batches", type=_counts, metavar="N[,N...]", help=text)
+    parser.add_argument("--global-batches", type=_counts, metavar="N", help="samples of all ranks together, the same")
+    parser.add_argument("--most-batch", type=positive, metavar="N", help="samples of all ranks that still train well")
     parser.add_argument("--ratios", type=_numbers(float), metavar="R[,R...]", help="shares of the rows on the device")
     text = "limit of a rank: 72GiB; or of each: 72GiB,40GiB"
     parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="(default: the topology's)")
@@ -124,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", type=_names, default=["cpu"], metavar="M[,M...]", help=text)
     text = "of a rank for an hour; one, or one for each topology"
     parser.add_argument("--price", type=_numbers(float), metavar="P[,P...]", help=text)
-    text = "samples a second, 5M/s: find the cheapest machines"
+    text = "5M/s: the cheapest; 40/h: the fastest for that money"
     parser.add_argument("--target", type=_target, metavar="N", help=text)
     parser.add_argument("--types", type=_sharding_types, metavar="T[,T...]", help="sharding types that may be used")
     text = "replicate tables of up to N rows"
@@ -135,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--explain", action="append", nargs="?", metavar="TABLE", help=text)
     parser.add_argument("--top", type=whole, default=12, metavar="N", help="tables to show, the largest first")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan, the comparison, or the simulation")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the plan (topology, simulation) goes")
+    parser.add_argument("-o", "--output", type=Path, metavar="F", help="where the plan (topology, simulation) goes")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a topology")
     parser.add_argument("--quick", action="store_true", help="with --calibrate: a rough measurement")
     return parser
@@ -158,12 +165,20 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _target(text: str) -> float:
+class PlanTarget(NamedTuple):
+    """Samples a second, wanted for the least money; or money for an hour, for which the most of them are wanted."""
+
+    amount: float
+    is_money: bool
+
+
+def _target(text: str) -> PlanTarget:
     match = _SPEED.fullmatch(text)
     value = 0.0 if match is None else float(match[1]) * _FACTORS[(match[2] or "").upper()]
-    if not 0 < value < _MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed samples a second, for instance 5M/s, 750K/s or 2e6")
-    return value
+    if match is None or not 0 < value < _MOST_BYTES:
+        needed = "samples a second, for instance 5M/s, 750K/s or 2e6; or money an hour: 40/h"
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed {needed}")
+    return PlanTarget(value, match[3] in ("/h", "/H"))
 
 
 def _memory(text: str) -> int:
@@ -191,8 +206,8 @@ def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
     return parse
 
 
-def _ranks(text: str) -> list[int]:
-    """Parse numbers of ranks, or a range like `1..64`, whose numbers double."""
+def _counts(text: str) -> list[int]:
+    """Parse numbers of ranks or samples, or a range like `1..64`, whose numbers double."""
     first, dots, last = text.partition("..")
     if not dots:
         return _numbers(int)(text)

@@ -148,8 +148,8 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
         raise ConfigError(f"--ranks {max(ranks)}: needed at most {MOST_RANKS}.")
     if any(ratio > 1 for ratio in arguments.ratios or ()):
         raise ConfigError(f"--ratios {max(arguments.ratios)}: needed shares of the rows, in (0, 1].")
-    several = len(ranks) > 1 or len(ratios) > 1 or len(setups) > 1 or arguments.target is not None
-    if arguments.simulate or several:
+    asked = (arguments.target, arguments.batches, arguments.global_batches, arguments.most_batch)
+    if arguments.simulate or any(asked) or max(len(ranks), len(ratios), len(setups)) > 1:
         what = "simulate" if arguments.simulate else "what_if"
         compare: Callable[..., int] = named(f"embershard.extras.what_if.command:{what}")
         return compare(setups, ranks, ratios, console)

@@ -1,51 +1,64 @@
-"""What `embershard plan` does for several machines, ranks or ratios, for `--target`, and for `--simulate`."""
+"""What `embershard plan` does for several machines, ranks, ratios or batches, for `--target`, and for `--simulate`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 
 from embershard.commands.plan import view
-from embershard.commands.plan.run import MOST_RANKS, Setup, draw
+from embershard.commands.plan.run import Setup, draw
 from embershard.errors import ConfigError
-from embershard.extras.what_if.cases import cases_to, planned_case
+from embershard.extras.what_if.grid import Series, UnplannedCase, plans_all, search, series_of
 from embershard.extras.what_if.simulate_scaling import SimulatedRun, show_simulation, simulate_scaling, write_simulation
-from embershard.extras.what_if.view import Teller, show_target, show_what_if, try_all
+from embershard.extras.what_if.view import Teller, show_budget, show_left_out, show_target, show_training, show_what_if
 from embershard.launch.screen import say
 from embershard.planning.budget import ranks_without_caches
-from embershard.planning.uncertainty import PlannedCase
 
 
 def what_if(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
-    """Compare plans for machines, ranks and ratios; return the exit code."""
-    arguments, outcomes = setups[0].arguments, list[PlannedCase]()
+    """Compare plans for machines, ranks, ratios and batches; return the exit code."""
+    arguments = setups[0].arguments
+    target = arguments.target
     if arguments.output is not None or arguments.explain:
-        raise ConfigError("-o and --explain are for one plan; give one number of --ranks and at most one of --ratios.")
-    for setup in setups:
-        plan_case = partial(_case, setup)
-        if arguments.target is not None and arguments.ranks is None:
-            tell = Teller(plan_case, console)
-            per_node = setup.arguments.ranks_per_node or setup.topology.ranks_per_node
-            for ratio in ratios:
-                outcomes += cases_to(arguments.target, per_node, MOST_RANKS, lambda n: tell(n, ratio))  # noqa: B023
-        else:
-            outcomes += try_all([(each, ratio) for ratio in ratios for each in ranks], plan_case, console)
+        raise ConfigError(
+            "-o and --explain are for one plan; give one number of --ranks, at most one of --ratios, and its batch as "
+            "--set train.batch_size=N."
+        )
+    if target is not None and target.is_money and arguments.price is None:
+        raise ConfigError(f"--target {target.amount:g}/h needs --price: what a rank costs for an hour.")
+    series, left_out = series_of(setups, ranks, ratios)
+    num_cases = sum(len(each.numbers) for each in series) if plans_all(arguments) else None
+    found = search(series, Teller(console, num_cases))
+    outcomes, left_out = found.planned, left_out + found.left_out
+    if not outcomes:
+        raise ConfigError(f"--target {target.amount:g}/h: no number of ranks costs so little. Give more.")
     console.print()
-    for setup in setups:
-        if (fewest := ranks_without_caches(setup.request(ranks[0], ratios[0]))) is not None:
-            named = "" if len(setups) == 1 else f" of {setup.machine}"
-            say(console, f"{fewest} {'rank' if fewest == 1 else 'ranks'}{named} would hold all rows without a cache.")
+    _say_without_caches(series, console)
     show_what_if(outcomes, console)
+    show_left_out(len(outcomes), left_out, console)
     planned = [each for each in outcomes if each.plan is not None]
-    if arguments.target is not None:
-        found = show_target(outcomes, arguments.target, console)
-        planned = planned if found is None else [found]
+    if target is not None:
+        chosen = (show_budget if target.is_money else show_target)(outcomes, target.amount, console)
+        if chosen is not None:
+            show_training(chosen, setups[0], console)
+            planned = [chosen]
     if planned:
         view.show_certainty(planned[-1], console)
     draw(arguments.png, console, "what_if_figure", outcomes, setups[0].topology)
     return 0 if planned else 2
+
+
+def _say_without_caches(series: Sequence[Series], console: Console) -> None:
+    """Say for each machine how many ranks would hold all rows, with the first of its batches."""
+    said = set[str]()
+    for each in series:
+        if each.setup.machine not in said:
+            fewest = ranks_without_caches(each.setup.request(each.numbers[0], each.ratio))
+            if fewest is not None:
+                named = UnplannedCase(each, fewest).without_plan.name
+                say(console, f"{named}{',' if each.batch is not None else ''} would hold all rows without a cache.")
+        said.add(each.setup.machine)
 
 
 def simulate(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
@@ -74,8 +87,3 @@ def simulate(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[flo
         return 2
     draw(arguments.png, console, "simulation_figure", runs, topology)
     return 0
-
-
-def _case(setup: Setup, num_ranks: int, ratio: float | None = None) -> PlannedCase:
-    request, topology = setup.request(num_ranks, ratio), setup.shaped(num_ranks)
-    return planned_case(request, topology, ratio, setup.price, setup.machine)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from embershard.extras.what_if.cases import ComparedCase
 from embershard.extras.what_if.simulate_scaling import SimulatedRun
 from embershard.planning.cost.topology import Topology
 from embershard.planning.uncertainty import PlannedCase
@@ -21,7 +22,7 @@ _TITLE_WIDTH = 165  # characters of a line
 _LEAST_TICKS = 4
 
 
-def what_if_figure(outcomes: Sequence[PlannedCase], topology: Topology) -> Figure:
+def what_if_figure(outcomes: Sequence[ComparedCase], topology: Topology) -> Figure:
     """Draw the samples per second of every case, with the ideal ones, and the fullest rank's device memory.
 
     Args:
@@ -31,11 +32,11 @@ def what_if_figure(outcomes: Sequence[PlannedCase], topology: Topology) -> Figur
     title = f"Estimate: plans for {topology.name}. Nothing here was measured."
     figure, speed, memory = _two_panels(title, topology, [prediction.bottleneck for _, prediction in drawn])
     _draw_cases(speed, drawn)
-    ratios = {outcome.ratio for outcome, _ in drawn}
-    names = [f"{o.num_ranks}" + (f"\n{o.ratio:g}" if len(ratios) > 1 else "") for o, _ in drawn]
+    varied = _varied(outcome for outcome, _ in drawn)
+    names = ["\n".join([str(outcome.num_ranks), *(varied[name](outcome) for name in varied)]) for outcome, _ in drawn]
     fullest = [max(prediction.ranks, key=lambda rank: rank.total_device_bytes) for _, prediction in drawn]
     _draw_memory(memory, names, fullest, {o.plan.device_memory_bytes for o, _ in drawn if o.plan is not None})
-    memory.set(xlabel="ranks; below: share of the rows on the device" if len(ratios) > 1 else "ranks")
+    memory.set(xlabel=f"ranks; below: {', '.join(varied)}" if varied else "ranks")
     memory.set_title("Device memory of the fullest rank, predicted, by use", loc="left", fontsize="medium")
     return figure
 
@@ -83,7 +84,25 @@ def simulation_figure(runs: Sequence[SimulatedRun], topology: Topology) -> Figur
     return figure
 
 
-_Drawn = Sequence[tuple[PlannedCase, Prediction]]
+_Drawn = Sequence[tuple[ComparedCase, Prediction]]
+#: What cases may differ in, beside their ranks, and a case's own in words.
+_NAMED: Mapping[str, Callable[[ComparedCase], str]] = {
+    "machine": lambda case: case.machine,
+    "batch": lambda case: str(case.batch or ""),
+    "share of the rows on the device": lambda case: "" if case.ratio is None else f"{case.ratio:g}",
+}
+#: What a picture may be drawn over, and a case's place there.
+_AXES: Mapping[str, Callable[[ComparedCase], float]] = {
+    "ranks": lambda case: case.num_ranks,
+    "share of the rows on the device": lambda case: case.ratio or 0.0,
+    "samples of a rank": lambda case: 0 if case.batch is None else case.batch.of_rank(case.num_ranks),
+}
+
+
+def _varied(cases: Iterable[ComparedCase]) -> dict[str, Callable[[ComparedCase], str]]:
+    """Return what differs among cases."""
+    cases = list(cases)
+    return {name: tell for name, tell in _NAMED.items() if len({tell(each) for each in cases}) > 1}
 
 
 def _two_panels(title: str, topology: Topology, limits: Iterable[str]) -> tuple[Figure, Axes, Axes]:
@@ -101,25 +120,32 @@ def _words(name: str) -> str:
 
 
 def _draw_cases(axes: Axes, cases: _Drawn) -> None:
-    """Draw one line per ratio over the number of ranks; with one number of ranks, one line over the ratios."""
-    ranks = sorted({outcome.num_ranks for outcome, _ in cases})
+    """Draw one line per machine, batch and ratio over the number of ranks; with one number of ranks, over the ratios,
+    else over the batches."""
+    of_cases = [case for case, _ in cases]
+    places = {name: {place(case) for case in of_cases} for name, place in _AXES.items()}
+    over = next((name for name, values in places.items() if len(values) > 1), "ranks")
     limits = {_words(prediction.bottleneck) for _, prediction in cases}
-    ratios = dict.fromkeys(outcome.ratio for outcome, _ in cases)
-    if len(ranks) > 1:
-        lines = [[case for case in cases if case[0].ratio == ratio] for ratio in ratios]
-    else:
-        lines = [list(cases)]
-    for number, line in enumerate(lines):
-        x = [outcome.num_ranks if len(ranks) > 1 else outcome.ratio or 0.0 for outcome, _ in line]
-        y = [prediction.samples_per_second for _, prediction in line]
-        label = f"{line[0][0].ratio:g} of the rows on the device" if len(lines) > 1 else "predicted"
-        width = 1.5 + 2.0 * (len(lines) - 1 - number)  # what a later line covers can be seen beside it
-        _draw_line(axes, x, y, label, with_ideal=len(ranks) > 1, width=width)
-        for place, (_, prediction) in zip(zip(x, y, strict=True), line, strict=True):
+    told = {name: tell for name, tell in _varied(of_cases).items() if name != over}
+    if over == "samples of a rank":
+        told.pop("batch", None)
+    lines: dict[tuple[str, ...], list[tuple[float, Prediction]]] = {}
+    for case, prediction in cases:
+        own = tuple(f"{tell(case)} of the rows on the device" if name in _AXES else tell(case)
+                    for name, tell in told.items())  # fmt: skip
+        lines.setdefault(own, []).append((_AXES[over](case), prediction))
+    is_over_ranks = over == "ranks"
+    for number, (label, line) in enumerate(lines.items()):
+        line.sort(key=lambda point: point[0])
+        points = [(x, prediction.samples_per_second) for x, prediction in line]
+        width = 1.5 + 2.0 * max(0, min(3, len(lines) - 1 - number))  # what a later line covers can be seen beside it
+        x, y = zip(*points, strict=True)
+        _draw_line(axes, x, y, ", ".join(label) or "predicted", with_ideal=is_over_ranks, width=width)
+        for place, (_, prediction) in zip(points, line, strict=True):
             if len(limits) > 1:
                 text = _words(prediction.bottleneck)
                 axes.annotate(text, place, fontsize=7, xytext=(4, -10), textcoords="offset points")
-    _finish_speed(axes, ranks if len(ranks) > 1 else [ratio or 0.0 for ratio in ratios], len(ranks) > 1)
+    _finish_speed(axes, sorted(places[over]), over)
     limit = f"a step waits for {min(limits)}" if len(limits) == 1 else "at each point what a step waits for"
     axes.set_title(f"Speed; {limit}", loc="left", fontsize="medium")
 
@@ -135,12 +161,11 @@ def _draw_line(
         axes.plot(x, ideal, linestyle="--", linewidth=1, color=drawn.get_color(), label=label)
 
 
-def _finish_speed(axes: Axes, x: Sequence[float], is_over_ranks: bool = True) -> None:
-    """Give the axes of speeds their scales, labels and legend."""
-    what = "ranks" if is_over_ranks else "share of the rows on the device"
-    axes.set(xscale="log", xlabel=f"{what} (logarithmic)", ylabel="samples per second, all ranks")
+def _finish_speed(axes: Axes, x: Sequence[float], over: str = "ranks") -> None:
+    """Give the axes of speeds over ranks, or over something else, their scales, labels and legend."""
+    axes.set(xscale="log", xlabel=f"{over} (logarithmic)", ylabel="samples per second, all ranks")
     axes.set_xticks(x, [f"{each:g}" for each in x])
-    if is_over_ranks:
+    if over == "ranks":
         axes.set(yscale="log", ylabel="samples per second, all ranks (logarithmic)")
         axes.margins(y=0.1)
         axes.yaxis.set_major_locator(_log_ticks(*axes.get_ylim()))
@@ -183,12 +208,14 @@ def _draw_memory(axes: Axes, names: Sequence[str], ranks: Sequence[RankPredictio
     """Draw a bar of device memory for each of the ranks, with a part for each use of the bytes, and the budgets."""
     most = max((rank.total_device_bytes for rank in ranks), default=1)
     unit, unit_bytes = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
-    kinds = ranks[0].device_bytes if ranks else {}
+    kinds = dict.fromkeys(kind for rank in ranks for kind in rank.device_bytes)  # without caches there are fewer
     top = 1.35 * most / unit_bytes
     for budget in budgets - {None}:
         assert budget is not None, "left out"
         above = ", above the picture" if budget / unit_bytes > top else ""
         label = f"budget: {size(budget)}{above}"
         axes.axhline(budget / unit_bytes, color="black", linewidth=0.8, linestyle=":", label=label)
-    _stack(axes, names, {kind: [rank.device_bytes[kind] / unit_bytes for rank in ranks] for kind in kinds}, top=top)
+    _stack(
+        axes, names, {kind: [rank.device_bytes.get(kind, 0) / unit_bytes for rank in ranks] for kind in kinds}, top=top
+    )
     axes.set(ylabel=f"device memory of a rank, {unit}")

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from embershard.extras.what_if.cases import cases_to, cheapest, efficiency, planned_case
+from embershard.extras.what_if.cases import ComparedCase, cases_to, cheapest, efficiency, numbers_of_ranks, planned_case
 from embershard.planning.make_plan import make_plan
 from embershard.planning.request import Budget
-from embershard.planning.uncertainty import PlannedCase, Uncertainty, uncertainty
+from embershard.planning.uncertainty import Uncertainty, uncertainty
 from tests.unit.planning.requests import make_request
 from tests.unit.planning.test_uncertainty import MACHINE, request_for
 
@@ -24,7 +24,7 @@ def case(num_ranks: int, per_second: float, price: float | None = None, machine:
     seconds = plan.prediction.step_seconds
     plan = replace(plan, prediction=replace(plan.prediction, samples_per_second=per_second))
     certainty = Uncertainty(seconds / spread, seconds * spread)
-    return PlannedCase(num_ranks, None, plan, "", machine, price, certainty)
+    return ComparedCase(num_ranks, None, plan, "", machine, price, certainty)
 
 
 @pytest.mark.smoke
@@ -33,7 +33,7 @@ def test_the_cheapest_case_reaches_the_target_for_the_least_money():
         case(8, 1e6, 3.0, "fast", spread=2.0),
         case(16, 2.1e6, 3.0, "fast", spread=2.0),
         case(16, 1.1e6, 1.0, "slow", spread=1.05),
-        PlannedCase(1, None, None, "too large", "slow", 1.0),
+        ComparedCase(1, None, None, "too large", "slow", 1.0),
     ]
     assert cheapest(cases, 1e6) is cases[2]
     assert cheapest(cases, 1.05e6, surely=True) is cases[1]
@@ -50,14 +50,14 @@ def test_the_cheapest_case_reaches_the_target_for_the_least_money():
 def test_the_fewest_ranks_that_reach_a_target_are_found(target, per_node):
     """Where each rank adds a million, slow ends are at 0.8 of it, and two ranks are needed for the memory."""
 
-    def make(num_ranks: int) -> PlannedCase:
+    def make(num_ranks: int) -> ComparedCase:
         tried.append(num_ranks)
         if num_ranks < 2:
-            return PlannedCase(num_ranks, None, None, "too large")
+            return ComparedCase(num_ranks, None, None, "too large")
         return case(num_ranks, 1e6 * num_ranks, spread=1.25)
 
     tried: list[int] = []
-    found = cases_to(target, per_node, 512, make)
+    found = cases_to(target, numbers_of_ranks(per_node, 512), make)
     possible = [n for n in range(2, 513) if n <= per_node or n % per_node == 0]
     for surely, speed in ((False, 1e6), (True, 0.8e6)):
         fewest = next((n for n in possible if n * speed >= target), None)
@@ -71,11 +71,11 @@ def test_the_fewest_ranks_that_reach_a_target_are_found(target, per_node):
 def test_more_ranks_are_not_tried_where_they_do_not_help():
     tried = []
 
-    def make(num_ranks: int) -> PlannedCase:
+    def make(num_ranks: int) -> ComparedCase:
         tried.append(num_ranks)
         return case(num_ranks, 1e6 * min(num_ranks, 4))
 
-    assert cheapest(cases_to(1e9, 8, 4096, make), 1e9) is None
+    assert cheapest(cases_to(1e9, numbers_of_ranks(8, 4096), make), 1e9) is None
     assert tried == [1, 2, 4, 8, 16]
 
 

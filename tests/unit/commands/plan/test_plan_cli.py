@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from embershard.commands import cli
 from embershard.errors import DataError
 from embershard.extras.what_if import cases, picture
+from embershard.extras.what_if.batches import Batch
 from embershard.extras.what_if.simulate_scaling import SimulatedRun
 from embershard.frequency import FrequencyProfile
 from embershard.launch.screen import save_figure
@@ -225,8 +226,36 @@ def labels(axes: Axes) -> list[str]:
 
 
 @pytest.mark.extra
+def test_pictures_draw_a_line_for_each_batch_and_machine():
+    """Over the ranks; with one number of ranks over the batches. Cases without caches use memory for less."""
+    plan = small_plan()
+    assert plan.prediction is not None
+    ranks = [replace(each, device_bytes={**each.device_bytes, "more": 2**20}) for each in plan.prediction.ranks]
+    with_more = replace(plan, prediction=replace(plan.prediction, ranks=tuple(ranks)))
+    batches, machine = (Batch(1024), Batch(65_536, is_global=True)), load_topology("h100x8")
+    outcomes = [
+        cases.ComparedCase(number, None, made, machine=name, batch=batch)
+        for number in (4, 2)
+        for name in ("h100", "a100")
+        for batch, made in zip(batches, (plan, with_more), strict=True)
+    ]
+    speed, memory = picture.what_if_figure(outcomes, machine).axes
+    drawn = [line for line in speed.get_lines() if line.get_linestyle() == "-"]
+    assert [line.get_label() for line in drawn] == [
+        f"{name}, {batch}" for name in ("h100", "a100") for batch in ("1,024 samples each", "65,536 samples together")
+    ]
+    assert all(list(line.get_xdata()) == [2, 4] for line in drawn)
+    assert memory.get_xlabel() == "ranks; below: machine, batch"
+    assert len({text.get_text() for text in memory.get_xticklabels()}) == len(outcomes), "a bar each"
+    of_two = [each for each in outcomes if (each.num_ranks, each.machine) == (2, "a100")]
+    (speed, _) = picture.what_if_figure(of_two, machine).axes
+    assert speed.get_xlabel() == "samples of a rank (logarithmic)"
+    assert [list(line.get_xdata()) for line in speed.get_lines()] == [[1024, 32_768]]
+
+
+@pytest.mark.extra
 def test_pictures_of_plans_say_what_they_show(files):
-    outcomes = [PlannedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
+    outcomes = [cases.ComparedCase(*case, small_plan()) for case in ((2, 0.1), (4, 0.1), (2, 0.2), (4, 0.2))]
     figure = picture.what_if_figure(outcomes, load_topology("h100x8"))
     title, *errors = figure.get_suptitle().split("\n")
     assert title == "Estimate: plans for h100x8. Nothing here was measured."

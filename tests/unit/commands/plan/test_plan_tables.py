@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from embershard.commands import cli
+from embershard.commands.plan import command as plan_command
 from embershard.commands.plan.inputs import read_tables
 from embershard.errors import ConfigError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
@@ -166,6 +168,11 @@ def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
         (("--target", "fast"), "got 'fast'; needed samples a second, for instance 5M/s"),
         (("--target", "0"), "needed samples a second"),
         (("--topology", "h200x8,h200x8"), "needed names of machines with commas between them, each once"),
+        (
+            ("--simulate", "--batches", "2"),
+            "--simulate takes one --topology, and neither --price nor --target: it compares no machines or batches.",
+        ),
+        (("--batches", "8..2"), "needed FEWEST..MOST"),
         (("--simulate", "--price", "2"), "--simulate takes one --topology, and neither --price nor --target"),
     ],
 )
@@ -289,3 +296,86 @@ def test_rows_are_needed_without_a_runs_settings(tmp_path, capsys):
     (tmp_path / "lookups.toml").write_text("[tables.a]\nzipf = 0.5\n")
     assert plan(tmp_path / "lookups.toml") == 2
     assert "tables.a.rows is missing" in capsys.readouterr().err
+
+
+PRICED = ("--topology", "h200x8,a10x4", "--price", "3.5,1.25", "--effort", "0.03")
+
+
+@pytest.mark.extra
+@pytest.mark.smoke
+def test_what_if_compares_batches_and_names_the_settings_of_a_target(file, tmp_path, capsys):
+    """The line that it prints makes the plan of the chosen case, whatever batch the settings have."""
+    again = ("plan", "--tables", str(file), "--set", "train.accumulate=4", *PRICED)
+    search = ("--target", "150k/s", "--batches", "2..2048", "--global-batches", "4096", "--most-batch", "4096")
+    assert cli.main([*again, *search, "--png", str(tmp_path / "batches.png")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Of [\d,]+ cases \d+ were planned\. Not planned: ", said)
+    for reason in (
+        " with more than 4,096 samples a step (--most-batch)",
+        " with fewer samples a rank than micro-batches (train.accumulate = 4)",
+        " whose ranks cannot share 4,096 samples evenly",
+        " no cheaper than one that reaches it, nor faster or surer",
+    ):
+        assert reason in said
+    assert "scaling: weak, where a rank has as many samples on any number of ranks; strong, where" in said
+    ranks, machine, batch = re.search(
+        r"150,000 samples/s take (\d+) ranks? of (\w+), ([\d,]+ samples \w+) ", said
+    ).groups()
+    settings, line = re.search(
+        r"Train it with (--set \S+(?: --set \S+)?)\. Its plan, .*?:  ?.*?(plan --tables .*? -o plan\.json)", said
+    ).groups()
+    words = shlex.split(line)
+    assert cli.main([*words[:-1], str(tmp_path / "plan.json"), "--effort", "0.03", "--set", "train.accumulate=4"]) == 0
+    made = Plan.load(tmp_path / "plan.json")
+    samples = int(batch.split()[0].replace(",", ""))
+    assert (made.world_size, made.made_from["topology"]) == (int(ranks), machine)
+    assert samples == made.batch_size * (made.world_size if "together" in batch else 1)
+    assert f"={samples}" in settings
+    assert made.batch_size * made.world_size <= 4096
+    assert made.prediction.samples_per_second >= 150_000
+    assert (tmp_path / "batches.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.extra
+def test_what_if_finds_the_fastest_that_money_pays(file, capsys):
+    """With prices, of all batches and machines; the same with every case planned."""
+    command = ["plan", "--tables", str(file), *PRICED, "--ranks", "1,2", "--batches", "512,4096"]
+    assert cli.main(command) == 0
+    everything = re.findall(
+        r"Planned \d+ of 8: (\d) ranks? of (\w+), (\S+) samples each: .* ms a step, ([\d,]+) samp",
+        capsys.readouterr().out,
+    )
+    assert len(everything) == 8
+    price = {"h200x8": 3.5, "a10x4": 1.25}
+    paid = [each for each in everything if int(each[0]) * price[each[1]] <= 4]
+    best = max(paid, key=lambda each: int(each[3].replace(",", "")))
+    assert cli.main([*command, "--target", "4/h"]) == 0
+    out = capsys.readouterr().out
+    said = " ".join(out.split())
+    named = (
+        f"{best[0]} ranks of {best[1]}, {best[2]} samples each"
+        if best[0] != "1"
+        else f"1 rank of {best[1]}, {best[2]} samples each"
+    )
+    assert f"The fastest for at most 4.00 an hour: {named} (" in said
+    assert " above that price" in said
+    assert out.count("Planned ") < len(paid)
+    with pytest.raises(ConfigError, match="--target 1/h: no number of ranks costs so little"):
+        plan_command.main([*command[1:], "--target", "1/h"])
+
+
+@pytest.mark.extra
+def test_what_if_without_a_target_plans_all_batches_and_refuses_those_that_ranks_cannot_share(file, capsys):
+    command = ["plan", "--tables", str(file), "--effort", "0.03", "--topology", "h200x8", "--global-batches", "4096"]
+    assert cli.main([*command, "--ranks", "1,2,3"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Of 3 cases 2 were planned. Not planned: 1 whose ranks cannot share 4,096 samples evenly." in said
+    assert "strong │ 2 │ 2,048 │ 4,096 │" in said
+    for more, expected in (
+        (("--ranks", "3"), "of 1 cases none is left to plan: 1 whose ranks cannot share 4,096 samples evenly"),
+        (("--ranks", "2", "--global-batches", f"{2**31}"), f"got {2**31}, needed at most {2**30}"),
+        (("--ranks", "2", "--target", "7/h"), "--target 7/h needs --price"),
+        (("--ranks", "2", "-o", "plan.json"), "and its batch as --set train.batch_size=N"),
+    ):
+        assert cli.main([*command, *more]) == 2
+        assert expected in " ".join(capsys.readouterr().err.split())
