@@ -14,10 +14,10 @@ _MOST_SAMPLES = 2**30  # of a step
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """The samples of a step, on any number of ranks.
 
-    >>> weak, strong = Batch(1024), Batch(65536, is_global=True)
+    >>> weak, strong = StepBatch(1024), StepBatch(65536, is_global=True)
     >>> [each.of_all(8) for each in (weak, strong)], [each.of_rank(8) for each in (weak, strong)]
     ([8192, 65536], [1024, 8192])
 
@@ -30,7 +30,7 @@ class Batch:
     is_global: bool = False
 
     @classmethod
-    def of(cls, train: TrainConfig) -> Batch:
+    def of(cls, train: TrainConfig) -> StepBatch:
         """Return the batch of a run's settings."""
         if train.global_batch_size is not None:
             return cls(train.global_batch_size, is_global=True)
@@ -89,16 +89,16 @@ def asks_for_batches(arguments: argparse.Namespace) -> bool:
     return any((arguments.batches, arguments.global_batches, arguments.most_batch))
 
 
-def batches_of(setup: Setup) -> Sequence[Batch]:
+def batches_of(setup: Setup) -> Sequence[StepBatch]:
     """Return the batches that the command line asks for, else that of the settings.
 
     Raises:
         ConfigError: one is larger than any step.
     """
     arguments = setup.arguments
-    asked = [Batch(each) for each in arguments.batches or ()]
-    asked += [Batch(each, is_global=True) for each in arguments.global_batches or ()]
+    asked = [StepBatch(each) for each in arguments.batches or ()]
+    asked += [StepBatch(each, is_global=True) for each in arguments.global_batches or ()]
     for each in asked:
         if each.samples > _MOST_SAMPLES:
             raise ConfigError(f"--batches, --global-batches: got {each.samples}, needed at most {_MOST_SAMPLES}.")
-    return list(dict.fromkeys(asked)) or [Batch.of(setup.config.train)]
+    return list(dict.fromkeys(asked)) or [StepBatch.of(setup.config.train)]

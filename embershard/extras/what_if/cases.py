@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from embershard.errors import ShardingError
-from embershard.extras.what_if.batches import Batch
+from embershard.extras.what_if.batches import StepBatch
 from embershard.planning.cost.topology import Topology
 from embershard.planning.many_ranks import plan_quickly
 from embershard.planning.request import PlanRequest
@@ -21,7 +21,7 @@ _MOST_USELESS = 2
 class ComparedCase(PlannedCase):
     """A case beside others, which may have other batches. `batch`: its own; None: all have the same."""
 
-    batch: Batch | None = None
+    batch: StepBatch | None = None
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ def planned_case(
     ratio: float | None = None,
     price: float | None = None,
     machine: str = "",
-    batch: Batch | None = None,
+    batch: StepBatch | None = None,
 ) -> ComparedCase:
     """Plan one case, and say how certain its step time is.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from embershard.commands.plan.run import MOST_RANKS, Setup
 from embershard.errors import ConfigError
-from embershard.extras.what_if.batches import Batch, asks_for_batches, batches_of
+from embershard.extras.what_if.batches import StepBatch, asks_for_batches, batches_of
 from embershard.extras.what_if.cases import ComparedCase, cases_to, doubling, numbers_of_ranks, planned_case
 from embershard.extras.what_if.search import (
     BESIDE,
@@ -37,7 +37,7 @@ class Series:
 
     setup: Setup
     ratio: float | None
-    batch: Batch | None
+    batch: StepBatch | None
     numbers: Sequence[int]
 
     @property

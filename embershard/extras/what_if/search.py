@@ -62,7 +62,7 @@ def most_surely(topology: Topology, samples: int, pieces: int) -> float:
     return _ALIKE * samples / seconds if seconds else math.inf
 
 
-class Candidate(Protocol):
+class BoundedCase(Protocol):
     """A case that may be planned."""
 
     @property
@@ -78,7 +78,7 @@ class Candidate(Protocol):
         """Those that no plan of it has at the slow end of its interval."""
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=BoundedCase)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Searched:
         """Return both searches together."""
         return Searched(self.planned + other.planned, self.left_out + other.left_out)
 
-    def may_matter(self, case: Candidate, target: float) -> bool:
+    def may_matter(self, case: BoundedCase, target: float) -> bool:
         """Return whether a case costs so little that it may be the cheapest which reaches so many samples per second,
         as predicted or for sure."""
         found, surest = cheapest(self.planned, target), cheapest(self.planned, target, surely=True)

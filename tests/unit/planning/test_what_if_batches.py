@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from embershard.extras.what_if import grid
-from embershard.extras.what_if.batches import Batch
+from embershard.extras.what_if.batches import StepBatch
 from embershard.extras.what_if.cases import ComparedCase, cheapest, efficiency, numbers_of_ranks, planned_case
 from embershard.extras.what_if.grid import Series
 from embershard.extras.what_if.search import (
@@ -210,7 +210,7 @@ def test_no_interval_is_faster_at_its_slow_end_than_its_bound(pieces, num_ranks)
 
 @pytest.mark.smoke
 def test_batches_are_of_a_rank_or_of_all_and_efficiency_is_among_the_same():
-    weak, strong = Batch(1024), Batch(65_536, is_global=True)
+    weak, strong = StepBatch(1024), StepBatch(65_536, is_global=True)
     assert (str(weak), weak.scaling, str(strong), strong.scaling) == (
         "1,024 samples each", "weak", "65,536 samples together", "strong",
     )  # fmt: skip
@@ -219,8 +219,8 @@ def test_batches_are_of_a_rank_or_of_all_and_efficiency_is_among_the_same():
         "train.global_batch_size=none", "train.batch_size=1024",
     ]  # fmt: skip
     assert strong.overrides(TrainConfig(batch_size=64)) == ["train.batch_size=none", "train.global_batch_size=65536"]
-    assert [Batch.of(each) for each in (TrainConfig(), TrainConfig(global_batch_size=64))] == [
-        Batch(1024), Batch(64, is_global=True),
+    assert [StepBatch.of(each) for each in (TrainConfig(), TrainConfig(global_batch_size=64))] == [
+        StepBatch(1024), StepBatch(64, is_global=True),
     ]  # fmt: skip
     assert weak.problem(64, 1, most=65_536) is None
     assert weak.problem(65, 1, most=65_536) == "with more than 65,536 samples a step (--most-batch)"
@@ -228,7 +228,7 @@ def test_batches_are_of_a_rank_or_of_all_and_efficiency_is_among_the_same():
     assert "train.accumulate = 2048" in (weak.problem(1, 2048, most=None) or "")
     plan = small_plan()
 
-    def case(num_ranks: int, batch: Batch, per_second: float) -> ComparedCase:
+    def case(num_ranks: int, batch: StepBatch, per_second: float) -> ComparedCase:
         assert plan.prediction is not None
         made = replace(plan, prediction=replace(plan.prediction, samples_per_second=per_second))
         return ComparedCase(num_ranks, None, made, batch=batch)
@@ -271,7 +271,7 @@ def test_the_ranks_of_every_batch_are_searched_for_the_cheapest(monkeypatch):
         speeds = {batch: float(rng.uniform(0.5, 2)) * batch**0.3 for batch in (1, 8, 64)}
         power, least, price = float(rng.uniform(0.7, 1)), int(rng.integers(1, 5)), float(rng.choice([1.0, 3.5]))
 
-        def case(num_ranks: int, batch: Batch, given=(speeds, power, least, price)) -> ComparedCase:
+        def case(num_ranks: int, batch: StepBatch, given=(speeds, power, least, price)) -> ComparedCase:
             speeds, power, least, price = given
             if num_ranks < least:
                 return ComparedCase(num_ranks, None, None, "too large", price=price, batch=batch)
@@ -281,7 +281,7 @@ def test_the_ranks_of_every_batch_are_searched_for_the_cheapest(monkeypatch):
             return ComparedCase(num_ranks, None, made, price=price, certainty=certainty, batch=batch)
 
         series = [
-            Series(FakeSetup(price, lambda n, s=speed, p=power: 1.1 * s * n**p), None, Batch(batch), numbers)
+            Series(FakeSetup(price, lambda n, s=speed, p=power: 1.1 * s * n**p), None, StepBatch(batch), numbers)
             for batch, speed in speeds.items()
         ]
         everything = [case(number, each.batch) for each in series for number in numbers]

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from embershard.commands import cli
 from embershard.errors import DataError
 from embershard.extras.what_if import cases, picture
-from embershard.extras.what_if.batches import Batch
+from embershard.extras.what_if.batches import StepBatch
 from embershard.extras.what_if.simulate_scaling import SimulatedRun
 from embershard.frequency import FrequencyProfile
 from embershard.launch.screen import save_figure
@@ -232,7 +232,7 @@ def test_pictures_draw_a_line_for_each_batch_and_machine():
     assert plan.prediction is not None
     ranks = [replace(each, device_bytes={**each.device_bytes, "more": 2**20}) for each in plan.prediction.ranks]
     with_more = replace(plan, prediction=replace(plan.prediction, ranks=tuple(ranks)))
-    batches, machine = (Batch(1024), Batch(65_536, is_global=True)), load_topology("h100x8")
+    batches, machine = (StepBatch(1024), StepBatch(65_536, is_global=True)), load_topology("h100x8")
     outcomes = [
         cases.ComparedCase(number, None, made, machine=name, batch=batch)
         for number in (4, 2)
