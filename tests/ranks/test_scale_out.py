@@ -61,7 +61,7 @@ def test_a_study_has_measured_predicted_and_simulated_points(project_dir: Path, 
         assert float(row["predicted_step_ms"]) > 0
         assert row["cache_bytes"] == row["predicted_cache_bytes"]
         assert float(row["hit_rate"]) == pytest.approx(float(row["predicted_hit_rate"]), abs=0.02)
-        assert float(row["process_bytes_before"]) < float(row["predicted_process_bytes"])
+        assert 100 << 20 < float(row["process_bytes_before"]) < float(row["predicted_process_bytes"]), "torch was there"
         assert float(row["predicted_process_bytes"]) < float(row["peak_process_bytes"]), "threads, batches, torch's own"
         assert float(row["parts_ms.forward"]) > 0
     for kind in ("embeddings", "gradients"):

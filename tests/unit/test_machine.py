@@ -57,6 +57,7 @@ def test_memory_of_a_process_is_read_in_bytes(tmp_path: Path):
     assert ProcessMemory.read(tmp_path) == ProcessMemory(now_bytes=10 << 20, most_bytes=20 << 20)
 
 
+@pytest.mark.slow
 def test_the_most_memory_outlives_it():
     before = ProcessMemory.read()
     block = bytearray(b"1" * (64 << 20))

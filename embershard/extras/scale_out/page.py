@@ -26,7 +26,7 @@ def write_study_page(points: Sequence[Point], absent: Sequence[str], folder: Pat
     """
     text = [_MEANING[scaling] for scaling in HELD if any(each.scaling == scaling for each in points)]
     text.append(_made_of(points))
-    tables = [*speed_tables(points), *more_tables(points)]
+    tables = [_with_sentence(table) for table in (*speed_tables(points), *more_tables(points))]
     missing = [*absent, *_notes([each for each in points if each.source == "measured"])]
     values = {"text": text, "tables": [table._asdict() for table in tables], "missing": missing}
     for name, content in (
@@ -35,6 +35,11 @@ def write_study_page(points: Sequence[Point], absent: Sequence[str], folder: Pat
     ):
         with whole_file(folder / name) as partial:
             partial.write_text(f"{content}\n", encoding="utf-8")
+
+
+def _with_sentence(table: ShownTable) -> ShownTable:
+    """Return the table with its caption as a page has it; on a screen it is no sentence."""
+    return table._replace(caption=f"{table.caption[:1].upper()}{table.caption[1:]}." if table.caption else "")
 
 
 def _notes(points: Sequence[Point]) -> Iterator[str]:
@@ -60,11 +65,7 @@ def _markdown(name: str, text: Sequence[str], tables: Sequence[ShownTable], miss
         head = [*table.left, *table.right]
         rules = ["---"] * len(table.left) + ["---:"] * len(table.right)
         lines = "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (head, rules, *table.rows))
-        parts += [
-            f"## {table.title}",
-            lines,
-            *([f"{table.caption[:1].upper()}{table.caption[1:]}."] * bool(table.caption)),
-        ]
+        parts += [f"## {table.title}", lines, *([table.caption] * bool(table.caption))]
     if missing:
         parts += ["## What is missing or mixed, and why", "\n".join(f"* {line}" for line in missing)]
     return "\n\n".join(parts)

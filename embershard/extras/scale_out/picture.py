@@ -168,6 +168,7 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[float, Mapping[str, float], str]
     """Draw stacked bars, each with its place, its parts and its hatch; a part has one colour in all."""
     parts = dict.fromkeys(name for _, of, _ in bars for name, value in of.items() if value)
     bottoms = [0.0] * len(bars)
+    axes.use_sticky_edges = False  # or the highest bar touches the frame
     for part in parts:
         for hatch in ("", "//"):
             own = [at for at, bar in enumerate(bars) if bar[2] == hatch]
@@ -190,7 +191,7 @@ def _label_bars(axes: Axes, points: Sequence[Point], names: Sequence[str]) -> No
     labels = [f"{each.ranks}\n{names.index(_base(each)) + 1}" for each in points]
     every = -(-len(labels) // 26)
     axes.set_xticks(range(0, len(points), every), labels[::every], fontsize=7)
-    axes.set(xlabel="ranks; below: number of the configuration")
+    axes.set(xlabel="ranks; below: number of the configuration", ylim=(0, None))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=6, ncols=2, framealpha=0.6)
 

@@ -29,6 +29,7 @@ def test_it_is_of_a_rank_and_its_interval_is_welch_s():
     assert Efficiency.of(Spread(FOUR), 8, Spread(ONE), 2).value == pytest.approx(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.2, 1.0])  # noise on more ranks, of that on the fewest
 @pytest.mark.parametrize("runs", [3, 8])
 def test_the_interval_holds_in_95_of_100_cases(runs: int, scale: float):
@@ -62,6 +63,7 @@ def test_the_fewest_ranks_have_one_by_definition():
     assert Efficiency.of(Spread((6.0, 6.0)), 2, Spread((4.0, 4.0)), 1).half == 0.0
 
 
+@pytest.mark.slow
 def test_configurations_are_compared_with_those_that_differ_in_their_ranks_alone(tmp_path):
     found = efficiencies(read_configurations(write_sweep(tmp_path)))
     assert [each and (round(each.value, 3), each.base_ranks, each.half is None) for each in found] == [

@@ -23,7 +23,7 @@ from embershard.training.config import RunConfig
 from tests.unit.planning.runs import predicted_plan, result_of
 from tests.unit.reports.reported_runs import write_run
 
-pytestmark = pytest.mark.extra
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 MIB = 1 << 20
 ONE, TWO = (10_000.0, 10_400.0, 9_800.0), (15_000.0, 15_900.0, 16_100.0)
@@ -201,21 +201,25 @@ def test_parts_of_a_step_are_planned_measured_and_simulated(tmp_path: Path) -> N
     run = {"num_ranks": 2, "global_batch_size": 256, "samples_per_second": 9e3, "efficiency": 1.0, "problem": ""}
     run |= {"step_seconds": 0.028, "low_seconds": 0.02, "high_seconds": 0.03}
     run |= {"parts": {"dense": 0.02, "stragglers": 0.008, "exchange": 0.0}}
-    (tmp_path / "simulated.json").write_text(json.dumps({"topology": "h100", "runs": [run]}))
+    shorter = {**run, "num_ranks": 4, "step_seconds": 0.011, "parts": {"dense": 0.01, "network": 0.001}}
+    (tmp_path / "simulated.json").write_text(json.dumps({"topology": "h100", "runs": [run, shorter]}))
     text = page(tmp_path, {folders[0]: tmp_path / "simulated.json"})
     (row,) = table(text, "Parts of a step, measured, ms")
     assert [row[name] for name in ("forward", "backward", "lookup")] == ["4.50", "2.50", "0.50"]
     assert "plan" not in row, "of another thread"
     (row,) = table(text, "Parts of a step, planned, ms")
     assert row["dense"] == "10.00"
-    (row,) = table(text, "Parts of a step, SIMULATED, ms")
-    assert [*row] == ["configuration", "ranks", "dense", "stragglers"]
-    assert (row["dense"], row["stragglers"]) == ("20.00", "8.00")
+    row, other = table(text, "Parts of a step, SIMULATED, ms")
+    assert [*row] == ["configuration", "ranks", "dense", "stragglers", "network"]
+    assert [row[name] for name in ("dense", "stragglers", "network")] == ["20.00", "8.00", "n/a"]
+    assert (other["ranks"], other["network"]) == ("4", "1.00")
     assert "2 ranks: steps were traced, which makes them longer" in text
     figure = scaling_figure(points_of(read_configurations(tmp_path), {folders[0]: tmp_path / "simulated.json"}))
     (stages,) = (axes for axes in figure.axes if axes.get_title("left").startswith("Measured stages"))
     assert sum(bar.get_height() for bar in stages.patches) == pytest.approx(7.5)
     assert max(bar.get_y() + bar.get_height() for bar in stages.patches) == pytest.approx(7.5), "they are stacked"
+    (parts,) = (axes for axes in figure.axes if axes.get_title("left").startswith("SIMULATED parts"))
+    assert parts.get_ylim()[1] > 28.5, "the highest bar, of 28 ms, ends below the frame"
 
 
 def test_what_is_missing_or_mixed_is_named_with_its_reason(tmp_path: Path) -> None:
