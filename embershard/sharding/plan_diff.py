@@ -99,15 +99,16 @@ def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -
     old, new = ({table.table: table for table in tables} for tables in (before, after))
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            yield f"table {name}: removed (was {_placement(old[name])})"
+            yield f"table {name}: removed (was {placement_of(old[name])})"
         elif name not in old:
-            yield f"table {name}: added, {_placement(new[name])}"
+            yield f"table {name}: added, {placement_of(new[name])}"
         elif old[name] != new[name]:
-            pairs = [(say(old[name]), say(new[name])) for say in (_placement, _size)]
+            pairs = [(say(old[name]), say(new[name])) for say in (placement_of, _size)]
             yield f"table {name}: " + ", ".join(f"{was} -> {now}" for was, now in pairs if was != now)
 
 
-def _placement(table: TablePlacement) -> str:
+def placement_of(table: TablePlacement) -> str:
+    """Return a place in words: `cached row_wise on ranks 0-7`."""
     rows = " exchanging rows" if table.exchange == "rows" else ""
     return f"{table.kernel} {table.sharding}{rows}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
 

@@ -34,7 +34,7 @@ _HELP = """Place tables and size caches; predict memory, hit rates and step time
 
   embershard plan run.toml --profile p.npz --topology h100x8 -o a.json
   embershard plan --tables tables.toml --topology h200x8 --target 5M/s
-  embershard plan diff a.json b.json
+  embershard plan diff a.json b.json  # after drift: plan replan --help
 """
 _MOST_EFFORT, _MOST_BYTES = 1000, 2**60
 _SPEED = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMG]?)(/s|/h)?", re.IGNORECASE)
@@ -42,13 +42,15 @@ _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `embershard plan` or `embershard plan diff`; return 0, or 2 where no compared case fits.
+    """Run `embershard plan`, `plan diff` or `plan replan`; return 0, or 2 where no compared case fits.
 
     Raises:
         EmbershardError: an option, a setting or a file is wrong, or the model does not fit.
     """
     if argv[:1] == ["diff"]:
         return _diff(argv[1:])
+    if argv[:1] == ["replan"]:
+        return int(named("embershard.extras.replan.command:main")(argv[1:]))
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.calibrate and arguments.output is None:
         raise ConfigError("--calibrate needs -o FILE.toml, where the measured topology goes.")
@@ -133,10 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=_numbers(float), metavar="P[,P...]", help=text)
     text = "5M/s: the cheapest; 40/h: the fastest for that money"
     parser.add_argument("--target", type=_target, metavar="N", help=text)
-    parser.add_argument("--types", type=_sharding_types, metavar="T[,T...]", help="sharding types that may be used")
+    parser.add_argument("--types", type=sharding_types, metavar="T[,T...]", help="sharding types that may be used")
     text = "replicate tables of up to N rows"
     parser.add_argument("--replicate-rows", type=whole, default=0, metavar="N", help=text)
-    parser.add_argument("--effort", type=_effort, default=1.0, metavar="N", help="search N times as long")
+    parser.add_argument("--effort", type=effort, default=1.0, metavar="N", help="search N times as long")
     parser.add_argument("--simulate", action="store_true", help="estimate how training scales, step by step")
     text = "the plan in five sentences, or a table's place"
     parser.add_argument("--explain", action="append", nargs="?", metavar="TABLE", help=text)
@@ -148,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _effort(text: str) -> float:
+def effort(text: str) -> float:
+    """Parse how many times as long a search takes."""
     try:
         value = float(text)
     except ValueError:
@@ -217,7 +220,8 @@ def _counts(text: str) -> list[int]:
     return [low * 2**power for power in range((high // low).bit_length())]
 
 
-def _sharding_types(text: str) -> list[str]:
+def sharding_types(text: str) -> list[str]:
+    """Parse sharding types that a plan may use."""
     known = get_args(Sharding)
     types = text.split(",")
     unknown = [name for name in types if name not in known]

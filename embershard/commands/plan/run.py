@@ -141,7 +141,7 @@ def plan(arguments: argparse.Namespace, command: str) -> int:
     """Run `embershard plan`, which this `command` asked for; return the exit code."""
     console = wide_console()
     with console.status("reading settings and profile"):
-        setups = _read(arguments, command)
+        setups = read_setups(arguments, command)
     setup = setups[0]
     ranks, ratios = arguments.ranks or [setup.topology.world_size], arguments.ratios or [None]
     if max(ranks) > MOST_RANKS:
@@ -176,12 +176,17 @@ def _one_plan(setup: Setup, num_ranks: int, ratio: float | None, console: Consol
     draw(arguments.png, console, "plan_figure", case, setup.topology)
     if arguments.output is not None:
         made.save(arguments.output)
-        kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
-        words = ["--config", str(arguments.config), *set_words(kept)]
-        words += ["--plan", str(arguments.output), "--nproc", str(num_ranks)]
-        train = "" if setup.model is not None else f" Train with it:  embershard train {shlex.join(words)}"
+        words = train_words(arguments, num_ranks)
+        train = "" if setup.model is not None else f" Train with it:  embershard train {words}"
         say(console, f"Written to {arguments.output}.{train}")
     return 0
+
+
+def train_words(arguments: argparse.Namespace, num_ranks: int) -> str:
+    """Return the words of the command that trains by the plan that was written."""
+    kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in _OF_PLANNING]
+    words = ["--config", str(arguments.config), *set_words(kept)]
+    return shlex.join([*words, "--plan", str(arguments.output), "--nproc", str(num_ranks)])
 
 
 def draw(path: Path | None, console: Console, figure: str, *given: Any) -> None:
@@ -191,7 +196,7 @@ def draw(path: Path | None, console: Console, figure: str, *given: Any) -> None:
         say(console, f"Drawn to {path}.")
 
 
-def _read(arguments: argparse.Namespace, command: str) -> list[Setup]:
+def read_setups(arguments: argparse.Namespace, command: str) -> list[Setup]:
     """Return what was asked for, once for each machine."""
     config, data, model, note = _read_data(arguments)
     names, prices = arguments.topology, arguments.price or [None]
