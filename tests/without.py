@@ -113,6 +113,7 @@ CAPABILITIES = {
     "mlperf": Capability(("extras.mlperf",), ("mlperf",)),
     "warm_start": Capability(("extras.warm_start",), ("warm", "load_from", "pretrained", "vectors")),
     "what_if": Capability(("extras.what_if",), ("what_if", "simulat", "picture", "target", "price", "explain")),
+    "replan": Capability(("extras.replan",), ("replan",)),
     "scale_out": Capability(("extras.scale_out",), ("scale_out", "scaling", "slow_link")),
     "report_page": Capability(("extras.report_page",), ("page", "found_wherever", "html")),
     "profile_picture": Capability(("extras.profile_picture",), ("picture", "png", "optimum", "hit_rate_curve")),

@@ -76,6 +76,7 @@ def test_a_test_file_that_needs_a_room_through_another_is_found():
         ("compare", "compare a.parquet b.parquet"),
         ("verify", "verify quickstart"),
         ("calibrate", "plan --calibrate -o machine.toml"),
+        ("replan", "plan replan old.json"),
         ("convert", "data convert a.csv -o a.parquet"),
         ("serving", "export runs/a -o exported"),
         ("serving", "serve exported"),

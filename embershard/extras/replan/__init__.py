@@ -1,0 +1,1 @@
+"""A new plan beside the one that a run trains by: what each change gains, which rows move, after how long it pays."""
