@@ -48,7 +48,7 @@ def study(project_dir: Path, folder: Path, ranks: str, grid: str = "", more: str
 
 
 @pytest.mark.smoke
-def test_a_study_has_measured_predicted_and_simulated_points(project_dir: Path, tmp_path: Path) -> None:
+def test_a_study_has_measured_predicted_traced_and_simulated_points(project_dir: Path, tmp_path: Path) -> None:
     rows = study(project_dir, tmp_path, "1, 2", "train.seed = [1, 2]", "simulate_to = 4\nprofile_steps = [4, 6]\n")
     assert [(row["source"], row["ranks"]) for row in rows] == [
         ("measured", "1"),
