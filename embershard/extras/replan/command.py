@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
             "a replan needs the run's settings and a new profile (--config RUN.toml --profile NEW.npz), or without "
             "data numbers of tables (--tables tables.toml)."
         )
+    if arguments.take is not None and arguments.output is None:
+        raise ConfigError("--take has no effect without -o: it says which row's plan is written.")
     if arguments.config is not None:
         check_is_settings(arguments.config)
     if arguments.output is not None:

@@ -16,7 +16,7 @@ from embershard.planning.many_ranks import fastest_candidate
 from embershard.planning.predict import predict
 from embershard.planning.request import PlanRequest
 from embershard.planning.workload import Layout
-from embershard.sharding.plan import Plan, Prediction
+from embershard.sharding.plan import Plan, Prediction, TablePlacement
 from embershard.sharding.sizes import names_in_pool
 from embershard.units import size
 
@@ -126,15 +126,15 @@ def replan(
         steps: until plans are compared again; None: those of the request's run.
         storage_bytes_per_second: that a node writes to, and reads from, the folder of checkpoints; None: the
             topology's disk, if it has one.
-        resume_seconds: of a stop and a resume, measured; replaces the estimate by the storage's rate.
+        resume_seconds: of a stop and a resume, measured; in place of a rate.
         stops_anyway: the run stops and goes on in any case: a change takes what its resume takes longer.
         progress: called with the number of plans predicted, and of all.
 
     Raises:
         ConfigError, ShardingError: the old plan has other tables, ranks, caches or pins, or does not fit its limits.
     """
-    if stops_anyway and resume_seconds is not None:
-        raise ConfigError("--resume-seconds has no effect where the run stops anyway (--stops): give one of both.")
+    if resume_seconds is not None and (stops_anyway or storage_bytes_per_second is not None):
+        raise ConfigError("--resume-seconds takes the place of --storage, and --stops needs a rate: give one of both.")
     stay = _as_planned(old, request)
     prediction = predict(stay.layout, stay.slots, request.rates)
     _check_limits(request, prediction)
@@ -273,24 +273,27 @@ def _found(request: PlanRequest, stay: Candidate) -> list[Candidate]:
     if request.workload.shape.device == "cuda":
         request = replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
         stay = replace(stay, quick=predict(stay.layout, stay.slots, request.rates, from_counts=True))
-    targets = _targets(request, stay)
     found = all_sized(request, [stay.tables])  # slots alone
-    for target in targets:
-        found += [*changes_to(request, found[0] if found else stay, target), target]
+    begin, done = found[0] if found else stay, set[tuple[TablePlacement, ...]]()
+    for target in _targets(request, stay):
+        kept = _with_kept_ranks(request, stay, target)
+        if kept.tables not in done:
+            found += [*changes_to(request, begin, kept), kept]
+        found.append(target)
+        done |= {kept.tables, target.tables}
     with_bytes = sorted(
         ((_moves(request, stay, each).total, each.step_seconds, number) for number, each in enumerate(found)),
     )
-    kept, least = list[Candidate](), (1.0 - _AS_FAST) * stay.step_seconds
+    faster, least = list[Candidate](), (1.0 - _AS_FAST) * stay.step_seconds
     for _, seconds, number in with_bytes:
         if seconds < least:
-            kept.append(found[number])
+            faster.append(found[number])
             least = (1.0 - _AS_FAST) * seconds
-    return kept
+    return faster
 
 
 def _targets(request: PlanRequest, stay: Candidate) -> list[Candidate]:
-    """Return the fastest plan, and the fastest that a search from the old one finds, if that is another; ranks have the
-    numbers with which most rows stay."""
+    """Return the fastest plans that a search from the old one and one from nothing find."""
     from_old, anew, world_size = list[Candidate](), list[Candidate](), request.workload.shape.world_size
     if 1 < world_size <= _MOST_FROM_OLD and request.sharded:
         from_old = PlanSearch(request).again([stay])
@@ -298,16 +301,15 @@ def _targets(request: PlanRequest, stay: Candidate) -> list[Candidate]:
         anew = [fastest_candidate(request)]
     if anew and anew[0].bound is not None:
         from_old = [replace(each, bound=anew[0].bound) for each in from_old]
-    found = [min(own, key=lambda each: each.step_seconds) for own in (from_old, anew) if own]
-    found = [_with_kept_ranks(request, stay, each) for each in found]
-    found.sort(key=lambda each: (each.step_seconds, _moves(request, stay, each).total))
-    return found[: 1 if len(found) > 1 and found[0].tables == found[1].tables else 2]
+    return [min(own, key=lambda each: each.step_seconds) for own in (from_old, anew) if own]
 
 
 def _with_kept_ranks(request: PlanRequest, stay: Candidate, target: Candidate) -> Candidate:
+    """Return a plan with the numbers of ranks with which most rows stay: beside tables over all ranks that is another
+    plan, and it may be slower by what is no gain."""
     tables = with_kept_ranks(request.workload.model, stay.tables, target.tables, request.workload.shape)
     other = sized(request, tables)
-    if other is None or other.step_seconds > (1.0 + _AS_FAST) * target.step_seconds:
+    if other is None or other.step_seconds > (1.0 + LEAST_GAIN) * target.step_seconds:
         return target
     return replace(other, bound=target.bound)
 

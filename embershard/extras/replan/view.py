@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +11,7 @@ from rich.table import Table
 from embershard.commands.plan.view import NOT_TOLD, hits_cells
 from embershard.extras.replan.replan import PlanChange, Replan
 from embershard.launch.screen import make_table, say
-from embershard.sharding.plan import Prediction
+from embershard.sharding.plan import Prediction, TablePlacement
 from embershard.sharding.plan_diff import placement_of
 from embershard.units import size
 
@@ -34,7 +35,7 @@ def show(found: Replan, console: Console, top: int) -> None:
         console.print(_moved(found, shown, top))
         console.print(_between(shown, found.choices.index(shown)))
     say(console, _LEGEND, *_answer(found))
-    notes = found.old.other_settings(found.request.settings)
+    notes = [*found.old.other_settings(found.request.settings), *found.request.notes]
     if (machine := found.request.topology) is not None:
         notes.append(machine.error_note(shown.prediction.bottleneck))
     say(console, *(f"Note: {note}" for note in notes))
@@ -120,21 +121,26 @@ def _moved(found: Replan, shown: PlanChange, top: int) -> Table:
     old, new = ({each.table: each for each in choice.candidate.tables} for choice in (found.choices[0], shown))
     ordered = sorted(shown.moves.tables, key=lambda name: -shown.moves.tables[name])
     for name in ordered[:top]:
-        table.add_row(name, placement_of(old[name]), placement_of(new[name]), size(shown.moves.tables[name]))
+        table.add_row(name, _place(old[name]), _place(new[name]), size(shown.moves.tables[name]))
     if len(ordered) > top:
         table.caption = f"the {top} with most of {len(ordered)} tables (--top N for more)"
     return table
+
+
+def _place(table: TablePlacement) -> str:
+    few = placement_of(replace(table, ranks=()))
+    return placement_of(table) if len(table.ranks) <= _MOST_RANKS else f"{few} on {len(table.ranks)} ranks"
 
 
 def _between(shown: PlanChange, row: int) -> Table:
     """Return bytes from rank to rank: all of few ranks, of many those pairs with most."""
     between, title = shown.moves.between, f"From rank to rank in row {row}"
     if len(between) <= _MOST_RANKS:
-        table = make_table(title, (), ("from \\ to", *map(str, range(len(between)))))
+        table = make_table(title, (), ("from \\ to", *map(str, range(len(between)))), min_width=len(title))
         for rank, line in enumerate(between.tolist()):
             table.add_row(str(rank), *(size(count) if count else "" for count in line))
         return table
-    table = make_table(title, (), ("from", "to", "bytes"))
+    table = make_table(title, (), ("from", "to", "bytes"), min_width=len(title))
     pairs = sorted(zip(*between.nonzero(), strict=True), key=lambda pair: -int(between[pair]))
     for pair in pairs[:_MOST_RANKS]:
         table.add_row(*map(str, pair), size(int(between[pair])))

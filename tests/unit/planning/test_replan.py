@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.replan.moves import moves, with_kept_ranks
-from embershard.extras.replan.replan import LEAST_GAIN, PlanChange, Replan, changes_to, replan
+from embershard.extras.replan.replan import LEAST_GAIN, Replan, changes_to, replan
 from embershard.extras.replan.resume import storage_bytes, warm_up
+from embershard.extras.replan.view import show
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.launch.screen import plain_console
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import all_sized, make_plan
 from embershard.planning.request import Budget, PlanRequest
@@ -179,6 +182,11 @@ def test_equal_data_are_no_reason_to_change(old: Plan) -> None:
     assert found.best is found.choices[0]
     assert found.choices[0].prediction == old.prediction, "what it told is what it would do"
     assert found.plan(found.choices[0]).tables == old.tables
+    text = io.StringIO()
+    show(replace(found, old=replace(old, prediction=None)), plain_console(file=text, width=150), top=2)
+    (told,) = (line for line in text.getvalue().splitlines() if line.startswith("│told"))
+    assert told.count("not told") == 8, "of a plan that was edited"
+    assert "drifted" not in text.getvalue()
 
 
 @pytest.mark.smoke
@@ -273,8 +281,11 @@ def test_a_run_that_stops_anyway_changes_for_what_its_resume_takes_longer(old: P
     found = replan(old, request_for(NOW), steps=1, storage_bytes_per_second=2e9, stops_anyway=True)
     assert found.choices[-1].seconds == 0.0, "tables that are whole are read once, wherever"
     assert found.best is found.choices[-1]
-    with pytest.raises(ConfigError, match="--resume-seconds has no effect"):
-        replan(old, request_for(NOW), resume_seconds=9.0, stops_anyway=True)
+    for other in ({"stops_anyway": True}, {"storage_bytes_per_second": 1e9}):
+        with pytest.raises(
+            ConfigError, match="--resume-seconds takes the place of --storage, and --stops needs a rate"
+        ):
+            replan(old, request_for(NOW), resume_seconds=9.0, **other)
 
 
 def test_the_topology_s_disk_is_a_rate(old: Plan) -> None:
@@ -366,7 +377,17 @@ def test_what_is_another_model_or_does_not_fit_is_refused(old: Plan) -> None:
 def test_a_run_of_one_rank_and_a_plan_over_nodes(old: Plan) -> None:
     alone = request_for(world_size=1, budget=Budget(device_bytes=16 * 2**30))
     assert len(replan(make_plan(alone), alone).choices) == 1
-    nodes = {"world_size": 4, "ranks_per_node": 2}
+    nodes = {"world_size": 16, "ranks_per_node": 8}
     found = replan(make_plan(request_for(**nodes)), request_for(NOW, **nodes), storage_bytes_per_second=1e9, steps=1)
-    assert isinstance(found.best, PlanChange)
-    assert found.choices[-1].prediction.step_seconds <= found.choices[0].prediction.step_seconds
+    best = found.choices[-1]
+    assert best.gain_seconds > 0
+    assert best.moves.between.shape == (16, 16)
+    assert best.moves.between.sum() == best.moves.total > 0
+    text = io.StringIO()
+    show(found, plain_console(file=text, width=150), top=2)
+    pairs = np.count_nonzero(best.moves.between)
+    assert pairs > 12
+    said = " ".join(text.getvalue().split())
+    assert f"the 2 with most of {len(best.moves.tables)} tables" in said
+    assert f"the 12 pairs with most of {pairs}" in said
+    assert "Best for 1 steps: stay. The best plan would pay after " in said

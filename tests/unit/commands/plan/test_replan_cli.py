@@ -122,6 +122,7 @@ def test_the_best_choice_is_told_and_written(files: Path, tmp_path: Path, capsys
         "From rank to rank in row ",
         "Best for 100,000 steps: row ",
         "Not counted: the start of processes",
+        "Note: The speed of fast is an estimate",
         f"Written to {file}. Go on with it:  ",
         f"--config {files / 'run.toml'} --plan {file} --nproc 2 --resume --run-dir RUN",
     ):
@@ -144,6 +145,7 @@ def test_a_row_that_was_asked_for_is_written(files: Path, tmp_path: Path, capsys
     assert re.search(r"In 6 steps the best plan saves .*: it pays if the change takes less\.", text), "of the run"
     assert "What a stop and a resume take is not told: the topology has no rate of a disk." in text
     assert Plan.load(file).tables == Plan.load(files / "old.json").tables
+    assert "--take has no effect without -o" in refused(capsys, given(files, "--take", "0"))
     assert "needed a row of the table, 0 to " in refused(capsys, given(files, "--take", "99", "-o", str(file)))
 
 
