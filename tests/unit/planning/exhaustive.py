@@ -10,13 +10,14 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from embershard.cache.config import CachePolicy
 from embershard.errors import ShardingError
 from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.planning.cost.rates import Rates, of_each
 from embershard.planning.cost.topology import load_topology
 from embershard.planning.make_plan import PlanSearch, best_candidate, sized
 from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
@@ -24,9 +25,11 @@ from embershard.sharding.run_shape import ReplaySettings
 from embershard.sharding.sharding_types import COPIES, SHARDING_TYPES
 from embershard.sharding.shards import COLUMN_MULTIPLE, TablePlacement, no_rows_problem
 from embershard.sharding.sizes import TableSize
-from tests.unit.planning.requests import LFU, data_of, make_request
+from tests.unit.planning.requests import LFU, data_of, make_request, rates
 
 _CORES = 2
+#: Rates of all ranks together, or of none here.
+_SHARED = ("seconds_per_collective", "seconds_per_all_reduce_byte", "step_overhead_seconds", "seconds_per_page")
 
 
 def on_two_ranks(seed: int) -> PlanRequest:
@@ -47,6 +50,8 @@ def on_two_ranks(seed: int) -> PlanRequest:
         effort=1.0,
         rows=rows,
         dims=dims,
+        data=replace(data_of(rows), read_seconds_per_sample=None),
+        rates=replace(rates(), step_overhead_seconds=0.0),  # nothing hides what tables take
         batch_size=int(rng.choice([16, 256])),
         device="cpu" if seed % 5 == 0 else "cuda",
         exchange="auto" if seed % 7 == 0 else "pooled",
@@ -136,20 +141,39 @@ def with_copies(seed: int) -> PlanRequest:
     sizes = request.workload.model.tables
     tables = tuple(replace(size, rows=count) for size, count in zip(sizes, rows, strict=False)) + sizes[2:]
     model, bags = replace(request.workload.model, tables=tables), int(rng.choice([1, 3]))
-    data = data_of(tuple(size.rows for size in tables), bag_size=bags)
+    data = replace(data_of(tuple(size.rows for size in tables), bag_size=bags), read_seconds_per_sample=None)
     budget = request.budget if request.budget.may_mix else Budget(device_bytes=10**9)
     types = [each for each in SHARDING_TYPES if each in {COPIES, *next(iter(request.allowed.values()))}]
     return replace(request, workload=replace(request.workload, model=model, data=data), types=types, budget=budget)
 
 
+def of_two_speeds(seed: int) -> PlanRequest:
+    """GPUs of which some are faster in some kinds of work, and slower in others."""
+    request, rng = (on_two_ranks, on_two_nodes, with_copies)[seed % 3](seed // 3), np.random.default_rng(seed)
+    (own,) = set(of_each(request.rates, 1))
+    names = [field.name for field in fields(own) if field.name not in _SHARED]
+    factors = dict(zip(names, 10 ** rng.uniform(-0.5, 0.5, len(names)), strict=True))
+    other = replace(own, **{name: float(factors[name] * getattr(own, name)) for name in names})
+    shape = replace(request.workload.shape, device="cuda", cores_per_node=None)
+    local = shape.world_size // 2
+    return replace(request, workload=replace(request.workload, shape=shape), rates=(own,) * local + (other,) * local)
+
+
 #: Numbers of tasks of each kind.
-NUM_TASKS = {on_two_ranks: 200, on_shared_cores: 100, on_two_nodes: 200, by_default: 60, with_copies: 90}
+NUM_TASKS = {
+    of_two_speeds: 90,
+    on_two_ranks: 200,
+    on_shared_cores: 100,
+    on_two_nodes: 200,
+    by_default: 60,
+    with_copies: 90,
+}
 
 
 def every_plan(request: PlanRequest) -> Iterator[float]:
     """Yield the seconds of a step of all placements that fit: all sharding types, widths and ranks, with caches and
     without. Where blocks of rows are alike, ranks are, too: then each is counted under one numbering."""
-    is_alike = request.workload.data.trace is None
+    is_alike = request.workload.data.trace is None and isinstance(request.rates, Rates)
     own = [list(_placements(request, table)) for table in request.sharded]
     for tables in itertools.product(*own):
         if is_alike and not _is_in_order(tables):
