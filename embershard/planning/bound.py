@@ -30,13 +30,14 @@ from scipy.sparse import csr_array
 
 from embershard.cache.config import LEAST_SLOTS
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import Rates, StepWork
+from embershard.planning.cost.rates import RankRates, StepWork, changed
 from embershard.planning.cost.work import groups_of_collectives
 from embershard.planning.cost_arrays import MEMORY, CostArrays, Option
 from embershard.planning.simulate.step_formula import STAGES
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.sharding.plan import PlanBound, Prediction
 from embershard.sharding.run_shape import RunShape
+from embershard.sharding.sharding_types import SHARDING_TYPES
 
 Floats = NDArray[np.float64]
 
@@ -278,21 +279,33 @@ def _slowest(
     columns: list[int],
     fixed: float,
 ) -> None:
-    """The variable is at least the seconds of the slowest rank in these stages together: the mean over the ranks, and
-    each table's largest shard."""
+    """The variable is at least the seconds of the slowest rank in these stages together: the mean over the ranks, each
+    table's largest shard, and of ranks of several speeds what each kind has of the tables that all ranks have."""
     lookup, alone = STAGES.index("lookup") in columns, _alone(costs, columns)
+    # Ranks of several speeds share the work as if each had its part, and a shard is on one of the fastest.
+    capacity, fastest = float(costs.capacity[columns].max()), float(costs.slowdown[:, columns].min())
+    mean = costs.world_size / capacity
     means = []
     for own, options in zip(shares, costs.options, strict=True):
         everywhere = np.array([option.row_id_seconds * lookup for option in options])
-        totals = np.array([option.total_seconds for option in options])[:, columns].sum(axis=1) / costs.world_size
+        totals = np.array([option.total_seconds for option in options])[:, columns].sum(axis=1) / capacity
         if len(columns) == 1:
             largest = np.array([option.most_seconds for option in options])[:, columns[0]]
         else:
             largest = np.array([option.seconds[:, columns].sum(axis=1).max() for option in options])
-        totals, largest = totals + everywhere, alone * largest + everywhere
+        totals, largest = totals + mean * everywhere, fastest * (alone * largest + everywhere)
         means.append((own, totals))
         program.at_most(-fixed, (variable, -1.0), (own, largest))
     program.at_most(-fixed, (variable, -1.0), *means)
+    kinds = np.unique(costs.slowdown, axis=0)
+    for kind in kinds if len(kinds) > 1 else ():
+        where = (costs.slowdown == kind).all(axis=1)
+        terms = []
+        for own, options in zip(shares, costs.options, strict=True):
+            on_all = [SHARDING_TYPES[each.sharding].rows_over in ("all", "copies") for each in options]
+            there = [each.seconds[where].mean(axis=0) if on_all[n] else 0 * kind for n, each in enumerate(options)]
+            terms.append((own, np.array(there)[:, columns] @ kind[columns]))
+        program.at_most(-fixed, (variable, -1.0), *terms)
 
 
 def _alone(costs: CostArrays, columns: list[int]) -> float:
@@ -374,13 +387,13 @@ _HALVINGS = 6
 _MOST_RANKS = 256  # replays of more take seconds
 
 
-def certificate(quick: Prediction, bound: Bound, rates: Rates, shape: RunShape) -> PlanBound:
+def certificate(quick: Prediction, bound: Bound, rates: RankRates, shape: RunShape) -> PlanBound:
     """Return the bound of a plan with this prediction, from counts alone."""
     slowest = max(quick.ranks, key=lambda rank: rank.step_seconds)
     works, pipeline = [StepWork(**rank.work) for rank in quick.ranks], Pipeline.of_run(shape)
     own_gap = None
     if bound.own_seconds:
-        without_host = replace(rates, step_overhead_seconds=0.0)
+        without_host = changed(rates, lambda own: replace(own, step_overhead_seconds=0.0))
         own_gap = replay_steps(works, without_host, pipeline).step_seconds / bound.own_seconds - 1
     return PlanBound(
         step_seconds=quick.step_seconds,
@@ -393,11 +406,11 @@ def certificate(quick: Prediction, bound: Bound, rates: Rates, shape: RunShape) 
     )
 
 
-def _smallest_change(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline) -> str:
+def _smallest_change(works: Sequence[StepWork], rates: RankRates, pipeline: Pipeline) -> str:
     """Return the resource that need be faster by the least for a step that is shorter by `_GAIN`, and by how much."""
 
     def helps(names: Sequence[str], share: float) -> bool:
-        faster = replace(rates, **{name: share * getattr(rates, name) for name in names})
+        faster = changed(rates, lambda own: replace(own, **{name: share * getattr(own, name) for name in names}))
         return replay_steps(works, faster, pipeline).step_seconds <= wanted
 
     wanted = (1 - _GAIN) * replay_steps(works, rates, pipeline).step_seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import LEAST_SLOTS, MOST_POOL_ROWS
 from embershard.planning.cost import work
-from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.rates import TERMS, RankRates, Rates, StepWork, fastest, of_each
 from embershard.planning.request import LEAST_COLUMNS, PlanRequest
 from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_formula import STAGES, StepFormula, by_column
+from embershard.planning.simulate.step_replay import STAGES as WORK_OF_STAGES
 from embershard.planning.simulate.step_replay import Pipeline, num_buckets, stage_seconds
 from embershard.planning.slots import needed_slots
 from embershard.planning.workload import Workload
@@ -119,6 +120,8 @@ class CostArrays:
         base_seconds: [stages] of a rank without a sharded table.
         base_memory: [columns] of such a rank.
         less_bytes: how much less than the limit each rank may use, [R].
+        slowdown: seconds of each rank for the same work, relative to those of the options and of `base_seconds`,
+            [R, stages]: 1 or more, and ones where all ranks are as fast.
         window: bytes of the known batches from those of one, and of a rank with a table that exchanges rows.
         world_size, ranks_per_node: R, and those of a node.
         device_limit: bytes of a rank; None: not limited.
@@ -141,6 +144,7 @@ class CostArrays:
     host_limit: float | None
     formula: StepFormula
     less_bytes: Floats
+    slowdown: Floats
     ranks: tuple[tuple[int, ...] | None, ...] = ()
     most_pool_rows: int | None = None
 
@@ -155,12 +159,18 @@ class CostArrays:
             mean = np.array([option.total_seconds for option in options]) / self.world_size
             mean[:, lookup] += [option.row_id_seconds for option in options]
             least += mean.min(axis=0)
+        least *= self.world_size / self.capacity
         return float(self.formula.seconds(self.formula.columns(least), self.least_groups))
 
     @property
     def least_groups(self) -> int:
         """Groups of sharded tables that any placement has: none where all tables may be copies."""
         return int(not all(any(each.kernel == "replicated" for each in options) for options in self.options))
+
+    @cached_property
+    def capacity(self) -> Floats:
+        """Ranks as fast as `base_seconds` has them that all ranks are worth together, [stages]."""
+        return np.asarray((1 / self.slowdown).sum(axis=0))
 
     @property
     def rank_memory(self) -> Floats:
@@ -186,6 +196,7 @@ class CostArrays:
             cores=pipeline.cores_for(self.world_size) or 0,
             cores_copy=pipeline.cores_copy(self.world_size),
             formula=np.array([getattr(formula, name) for name in FORMULA], float),
+            slowdown=self.slowdown,
             limits=np.array([*limits, window.most, window.least, window.limit, window.by_rows], float),
         )
 
@@ -207,6 +218,7 @@ class CostArrays:
             ),
             base_seconds=self.base_memory @ as_seconds,
             device_limit=None,
+            slowdown=np.ones_like(self.slowdown),
             formula=StepFormula(gpu, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0.0, 0.0),
         )
 
@@ -271,17 +283,15 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
             size and the fills of the next one.
     """
     workload, shape = request.workload, request.workload.shape
-    sized, rest = request.sharded, [table for table in request.workload.model.tables if table not in request.sharded]
-    copies = [PlacedShard(t, 0, 0, t.rows, t.dim, "data_parallel", "replicated") for t in rest]
-    done = [workload.resident_report(copy) for copy in copies]
-    base = workload.rank_work(copies, done, 0, workload.layers_work(request.rates))
-    stages = {name: float(seconds[0]) for name, seconds in stage_seconds([base], request.rates).items()}
-    slots_only = at_best and request.budget.ratio is not None  # of all pools, a share of the rows
+    sized, tables = request.sharded, workload.model.tables
+    copies = [PlacedShard(t, 0, 0, t.rows, t.dim, COPIES, "replicated") for t in tables if t not in sized]
+    stages = _stages_alone(request, copies, at_best)
+    ratio, num_rows = request.budget.ratio, sum(table.rows for table in sized)
+    slots_only = at_best and ratio is not None  # of all pools, a share of the rows
     window = BatchWindow.of(workload, counted=request.budget.cache_bytes is None and not slots_only)
     base_memory, limit = _base_memory(workload, copies, window), request.budget.rank_bytes
-    if at_best and request.budget.ratio is not None:
-        mean = math.ceil(request.budget.ratio * sum(each.rows for each in sized) / shape.world_size)
-        limit = mean + LEAST_SLOTS * len(sized)
+    if at_best and ratio is not None:
+        limit = math.ceil(ratio * num_rows / shape.world_size) + LEAST_SLOTS * len(sized)
     maker = _Options(request, base_memory, window, at_best)
     kernels = [request.kernels(table.table, resident=resident, cached=cached) for table in sized]
     options: list[list[Option]] = [[] for _ in sized]
@@ -302,13 +312,50 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         world_size=shape.world_size,
         ranks_per_node=min(shape.ranks_per_node, shape.world_size),
         device_limit=None if limit is None else float(limit),
-        ratio=request.budget.ratio if slots_only and not any(pin.slots for pin in request.pins.values()) else None,
+        ratio=ratio if slots_only and not any(pin.slots for pin in request.pins.values()) else None,
         host_limit=None if request.node_bytes is None else float(request.node_bytes),
-        formula=_formula(request, stages, base.update_bytes),
+        formula=_formula(request, stages, min if at_best else max),
         less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
+        slowdown=_slowdown(request.rates, shape.world_size, maker.done(sized, levels[-1]), at_best),
         ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
-        most_pool_rows=MOST_POOL_ROWS if sum(table.rows for table in sized) > MOST_POOL_ROWS else None,
+        most_pool_rows=MOST_POOL_ROWS if num_rows > MOST_POOL_ROWS else None,
     )
+
+
+def _stages_alone(request: PlanRequest, copies: Sequence[PlacedShard], at_best: bool) -> dict[str, float]:
+    """Return the seconds of each stage without a sharded table, with these copies on every rank: of those that depend on tables as if ranks were the
+    fastest in all, of the others the slowest one's. `at_best`: the optimizer's are the fastest one's, for its rank may
+    have no table."""
+    workload, reports = request.workload, list(map(request.workload.resident_report, copies))
+
+    def seconds_of(kinds: tuple[Rates, ...]) -> dict[str, Floats]:
+        layers = [workload.layers_work(each) for each in kinds]
+        return stage_seconds([workload.rank_work(copies, reports, 0, own) for own in layers], kinds)
+
+    stages = {name: float(each[0]) for name, each in seconds_of((fastest(request.rates),)).items()}
+    own = seconds_of(tuple(dict.fromkeys(of_each(request.rates, workload.shape.world_size))))
+    slowest = int((own["forward"] + own["backward"]).argmax())  # both are between two collectives
+    stages |= {name: float(own[name][slowest]) for name in ("forward", "backward")}
+    stages |= {name: float(own[name].max()) for name in ("overhead", "input", "all_reduce")}
+    return stages | {"optimizer": float(own["optimizer"].min() if at_best else own["optimizer"].max())}
+
+
+def _slowdown(rates: RankRates, num_ranks: int, done: StepWork, at_best: bool) -> Floats:
+    """Return the seconds of each rank for the same work, relative to the fastest one's in each kind, [R, stages].
+
+    Args:
+        done: all work that depends on tables.
+        at_best: as if all of a stage's were of the kind in which a rank is fastest.
+    """
+    found, least = np.ones((num_ranks, len(STAGES))), fastest(rates)
+    for column, name in enumerate(() if rates is least else STAGES):
+        kinds = {kind for part in _OF_STAGE.get(name, (name,)) for kind in WORK_OF_STAGES[part]} - {"num_collectives"}
+        terms = [(getattr(done, kind), rate) for kind, rate, _ in TERMS if kind in kinds and getattr(done, kind)]
+        own = np.array([[amount * getattr(each, rate) for amount, rate in terms] for each in of_each(rates, num_ranks)])
+        best = np.array([amount * getattr(least, rate) for amount, rate in terms])
+        if (used := best > 0).any():
+            found[:, column] = (own[:, used] / best[used]).min(axis=1) if at_best else own.sum(axis=1) / best.sum()
+    return found
 
 
 def _without_worse(options: Sequence[Option]) -> list[Option]:
@@ -333,17 +380,25 @@ def _base_memory(workload: Workload, copies: Sequence[PlacedShard], window: Batc
     return np.array([taken - float(window.bytes_of(np.array(batch))), 0.0, 0.0, batch, 0.0])
 
 
-def _formula(request: PlanRequest, stages: Mapping[str, float], parameter_bytes: float) -> StepFormula:
-    shape, rates = request.workload.shape, request.rates
+def _formula(
+    request: PlanRequest, stages: Mapping[str, float], of_ranks: Callable[[list[float]], float]
+) -> StepFormula:
+    """`of_ranks` of several speeds: the slowest one's latencies, or the fastest one's."""
+    shape, rates = request.workload.shape, of_each(request.rates, request.workload.shape.world_size)
     sizes = shape.pieces * work.sizes_bytes(1, shape.world_size) if shape.world_size > 1 else 0.0
     own = ("overhead", "forward", "backward", "optimizer", "input", "all_reduce")
     away = max(0, shape.world_size - shape.ranks_per_node) / max(1, shape.world_size - 1)
     return StepFormula(
         pipeline=Pipeline.of_run(shape),
         **{name: stages[name] for name in own},
-        buckets=num_buckets(parameter_bytes, shape.pieces > 1),
-        latency=shape.pieces * rates.seconds_per_collective if shape.world_size > 1 else 0.0,
-        group_seconds=sizes * (away * rates.seconds_per_network_byte + (1 - away) * rates.seconds_per_all_to_all_byte),
+        buckets=num_buckets(request.workload.model.dense_parameter_bytes, shape.pieces > 1),
+        latency=shape.pieces * of_ranks([each.seconds_per_collective for each in rates]) if sizes else 0.0,
+        group_seconds=of_ranks(
+            [
+                sizes * (away * each.seconds_per_network_byte + (1 - away) * each.seconds_per_all_to_all_byte)
+                for each in rates
+            ]
+        ),
     )
 
 
@@ -357,6 +412,7 @@ class _Options:
     def __init__(self, request: PlanRequest, base_memory: Floats, window: BatchWindow, at_best: bool) -> None:
         self._request, self._workload, self._shape = request, request.workload, request.workload.shape
         self._base_memory, self._window, self._at_best = base_memory, window, at_best
+        self._rates = fastest(request.rates)
 
     def levels(self, tables: Sequence[TableSize]) -> list[tuple[ShardReport, ...]]:
         """Return what one cache over all ranks does with each table, for caches of several sizes: so many that no table
@@ -375,6 +431,11 @@ class _Options:
                 break
             found[slots] = self.reports(tables, slots)
         return [found[slots] for slots in sorted(found, reverse=True)]
+
+    def done(self, tables: Sequence[TableSize], reports: Sequence[ShardReport]) -> StepWork:
+        """Return the work of all tables, each whole on a rank, and of finding distinct ids where rows may travel."""
+        done = [self._workload.shard_work(*pair) for pair in zip(map(_whole, tables), reports, strict=True)]
+        return replace(StepWork.total(done), row_ids=float(self._shape.exchange != "pooled"))
 
     def slots(self, tables: Sequence[TableSize]) -> list[int]:
         """Return numbers of slots, of all ranks together: those that fill most of the memory, and shares of them."""
@@ -425,7 +486,7 @@ class _Options:
         copy = PlacedShard(table, 0, 0, table.rows, table.dim, COPIES, "replicated")
         own = workload.shard_work(copy, workload.resident_report(copy))
         done = StepWork.total([own, workload.copies_work([table.table], table.dim, at_least=True)])
-        by_stage = stage_seconds([done], self._request.rates)
+        by_stage = stage_seconds([done], self._rates)
         seconds = np.stack([sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1)
         memory, lookups = np.zeros(len(MEMORY)), workload.lookups_per_step(copy)
         memory[0] = sum(memory_model.resident_bytes([copy]).values())
@@ -474,7 +535,7 @@ class _Options:
             # A batch has fewer distinct rows of blocks that are looked up unevenly, and caches of their own.
             arriving = replace(arriving, unique_ids=0.0, hits_unique=0.0, fills=0.0, write_backs=0.0)
         corners = [workload.shard_work(whole, arriving.part(*part)) for part in ((0, 0), (1, 0), (0, 1))]
-        by_stage = stage_seconds(corners, self._request.rates)
+        by_stage = stage_seconds(corners, self._rates)
         none, all_lookups, all_rows = np.stack(
             [sum(by_stage[part] for part in _OF_STAGE.get(name, (name,))) for name in STAGES], axis=-1
         )
@@ -489,7 +550,7 @@ class _Options:
             seconds=np.tile(seconds, (cuts, 1)),
             memory=np.tile(self._memory(whole, size, done, shares, parts), (cuts, 1)),
             host_bytes=np.tile(parts * host, cuts),
-            row_id_seconds=row_ids * self._request.rates.seconds_per_row_id,
+            row_id_seconds=row_ids * self._rates.seconds_per_row_id,
             pool=f"{sharding}, {columns} {table.dtype}, {exchange}" if kernel == "cached" else "",
             pool_rows=float(table.rows * cuts),
         )

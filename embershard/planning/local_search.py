@@ -208,7 +208,7 @@ class _SearchState:
 
     def __init__(self, costs: CostArrays, ways: Sequence[Sequence[_Way]], only: frozenset[str] = frozenset()) -> None:
         self._costs, ranks = costs, costs.world_size
-        self._totals = np.tile(costs.base_seconds, (ranks, 1))
+        self._totals = costs.base_seconds * costs.slowdown
         self._memory = costs.rank_memory
         self._host = np.zeros(ranks)
         self._groups: Counter[str] = Counter()
@@ -306,11 +306,12 @@ class _SearchState:
 
     def _add(self, option: Option, ranks: Sequence[int], sign: float) -> None:
         where = np.asarray(ranks)  # each once
-        self._totals[where] += sign * option.seconds
+        self._totals[where] += sign * option.seconds * self._costs.slowdown[where]
         self._memory[where] += sign * option.memory
         self._host[where] += sign * option.host_bytes
         if option.row_id_seconds:
-            self._totals[:, STAGES.index("lookup")] += sign * option.row_id_seconds
+            lookup = STAGES.index("lookup")
+            self._totals[:, lookup] += sign * option.row_id_seconds * self._costs.slowdown[:, lookup]
 
     def _pool_rows(self, table: int, choice: Choice) -> dict[PoolKey, int]:
         """Return the rows that a table adds to caches at a place; none where all rows are few."""
@@ -356,7 +357,7 @@ class _SearchState:
         options = way.seconds, way.memory, way.host_bytes, way.everywhere, groups, way.on_one_node
         now = self._totals, self._memory, self._host, {"any": 1, "node": per_node, "all": size}[way.kind]
         run = machine.overlap, machine.ranks_per_node, machine.cores, machine.cores_copy
-        return prices(*options, *now, *run, machine.formula, machine.limits)
+        return prices(*options, *now, *run, machine.slowdown, machine.formula, machine.limits)
 
     def _insert_on(self, table: int, ranks: tuple[int, ...]) -> None:
         """Put a table on ranks that are decided, with the option that makes the step shortest there."""

@@ -101,10 +101,10 @@ def best_candidate(request: PlanRequest) -> Candidate:
     Raises:
         ShardingError: as `make_plan`.
     """
-    host_seconds = request.rates.step_overhead_seconds * request.workload.shape.pieces
+    host_seconds = request.host_seconds * request.workload.shape.pieces
     if request.workload.shape.device == "cuda" and host_seconds:
         # Beside a slower host all placements are as fast: the GPUs' own time tells them apart.
-        best = best_candidate(replace(request, rates=replace(request.rates, step_overhead_seconds=0.0)))
+        best = best_candidate(request.without_host)
         told = predict(best.layout, best.slots, request.rates, from_counts=True)
         best = replace(best, quick=told, bound=best.bound and best.bound.beside(host_seconds))
         return min([best, *_as_fast_without_caches(request, best)], key=lambda each: bool(each.slots))

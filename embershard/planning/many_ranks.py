@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embershard.errors import ShardingError
 from embershard.planning.budget import by_rows
+from embershard.planning.cost.rates import Rates
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import local_search
 from embershard.planning.make_plan import Candidate, best_candidate, complete, simple_placements, sized
@@ -80,7 +81,8 @@ def fastest_candidate(request: PlanRequest) -> Candidate:
 
 def _is_searched(request: PlanRequest) -> bool:
     """Return True where all ranks are searched: they are few, or not alike."""
-    return request.workload.shape.world_size <= MOST_SEARCHED_RANKS or bool(request.budget.less_bytes)
+    are_alike = isinstance(request.rates, Rates) and not request.budget.less_bytes
+    return request.workload.shape.world_size <= MOST_SEARCHED_RANKS or not are_alike
 
 
 def wide_candidate(request: PlanRequest) -> Candidate:
@@ -163,4 +165,5 @@ def on_first_ranks(costs: CostArrays, num_nodes: int) -> CostArrays:
     ranks = tuple(tuple(range(num_ranks)) if each == over_all else each for each in costs.ranks)
     options = tuple(tuple(kept(each) for each in own if has_room(each)) for own in costs.options)
     costs = replace(costs, most_pool_rows=None)  # on all ranks, caches have fewer rows
-    return replace(costs, options=options, world_size=num_ranks, ranks=ranks, less_bytes=costs.less_bytes[:num_ranks])
+    of_ranks = {name: getattr(costs, name)[:num_ranks] for name in ("less_bytes", "slowdown")}
+    return replace(costs, options=options, world_size=num_ranks, ranks=ranks, **of_ranks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from embershard.cache.statistics import CacheReport
 from embershard.planning.cost import work
-from embershard.planning.cost.rates import Rates, StepWork, step_parts
+from embershard.planning.cost.rates import RankRates, Rates, StepWork, of_each, step_parts
 from embershard.planning.simulate.file_tier import FileTraffic
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_replay import Pipeline, StepReplay, replay_steps
@@ -32,7 +32,7 @@ class _Simulated:
 def predict(
     layout: Layout,
     slots: Mapping[PoolKey, int],
-    rates: Rates,
+    rates: RankRates,
     *,
     from_counts: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -42,7 +42,7 @@ def predict(
     Args:
         layout: all tables of the model.
         slots: of all pools of all ranks.
-        rates: seconds per unit of work, of a rank of the machine.
+        rates: seconds per unit of work, of a rank of the machine, or of each rank.
         from_counts: do not replay the trace, and do not estimate the long run.
         progress: called with the number of pools done, and of all pools.
     """
@@ -50,10 +50,11 @@ def predict(
     steps = 0 if from_counts else workload.steps_to_replay(len(layout.pools))
     simulated, slots, files = _simulate(layout, slots, steps, not from_counts, progress)
     own_ids, num_groups = workload.row_ids(layout.shards), len(work.exchange_groups(layout.shards))
-    layers = replace(workload.layers_work(rates), row_ids=own_ids)
+    own_rates = of_each(rates, shape.world_size)
+    layers = {each: replace(workload.layers_work(each), row_ids=own_ids) for each in dict.fromkeys(own_rates)}
     works = [
-        workload.rank_work(here, [simulated[id(shard)].report for shard in here], num_groups, layers)
-        for here in layout.of_ranks
+        workload.rank_work(here, [simulated[id(shard)].report for shard in here], num_groups, layers[own])
+        for here, own in zip(layout.of_ranks, own_rates, strict=True)
     ]
     works = [replace(own, moved_pages=files.get(rank, FileTraffic()).moved_pages) for rank, own in enumerate(works)]
     replayed = replay_steps(works, rates, Pipeline.of_run(shape))
@@ -71,7 +72,7 @@ def predict(
         bottleneck=replayed.bottleneck(replayed.slowest),
         tables=tuple(table_predictions),
         ranks=tuple(
-            _rank(workload, rank, here, slots, works[rank], rates, replayed, files.get(rank))
+            _rank(workload, rank, here, slots, works[rank], own_rates[rank], replayed, files.get(rank))
             for rank, here in enumerate(layout.of_ranks)
         ),
     )

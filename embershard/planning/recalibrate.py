@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from embershard.errors import ShardingError
-from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.rates import Rates, StepWork
 from embershard.planning.cost.topology import Topology
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.planning.verify.compare import predicted_for
@@ -75,6 +75,10 @@ def recalibrated(topology: Topology, plan: Plan, run: RunResult, *, name: str, r
         ShardingError: plan, run and topology do not belong together, no step was timed, or too few.
     """
     _check(topology, plan, run)
+    if not isinstance(topology.rates_of_ranks(plan.world_size), Rates):
+        raise ShardingError(
+            f"topology {topology.name!r} is of several kinds of machines; one factor corrects one kind."
+        )
     assert run.step_seconds is not None, "checked"
     topology = topology.at(plan.settings.get("train.precision", topology.precision))
     shape = topology.shaped(plan.ranks_per_node, plan.world_size // plan.ranks_per_node)

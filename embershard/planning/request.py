@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from embershard.errors import ConfigError
-from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.rates import RankRates, Rates, changed
 from embershard.planning.cost.topology import Topology
 from embershard.planning.workload import Workload
 from embershard.sharding.pins import TablePin
@@ -111,7 +111,7 @@ class PlanRequest:
 
     Attributes:
         workload: model, data and run.
-        rates: of a rank of the machine.
+        rates: of a rank of the machine; of each rank where they differ.
         budget: bytes per rank and node.
         types: sharding types that may be used, "data_parallel" for copies beside others; None: all that make sense on
             so many nodes, without copies.
@@ -130,7 +130,7 @@ class PlanRequest:
     """
 
     workload: Workload
-    rates: Rates
+    rates: RankRates
     budget: Budget
     types: Sequence[str] | None = None
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -148,6 +148,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for pins that no plan can have, and limits that are not of these ranks."""
         of_ranks, world_size = len(self.budget.less_bytes), self.workload.shape.world_size
+        if not isinstance(self.rates, Rates) and len(self.rates) != world_size:
+            raise ConfigError(f"rates of {len(self.rates)} ranks, {world_size} ranks: needed those of each, or of any")
         if of_ranks not in (0, world_size):
             raise ConfigError(
                 f"a budget for {of_ranks} ranks, {world_size} ranks: give one --device-memory, or one for each"
@@ -178,11 +180,24 @@ class PlanRequest:
         """
         if self.on_ranks is not None:
             return self.on_ranks(num_ranks)
+        if not isinstance(self.rates, Rates):
+            raise ConfigError(f"{num_ranks} ranks: the speeds of {len(self.rates)} ranks are known.")
         per_node = min(num_ranks, self.most_ranks_per_node or num_ranks)
         if num_ranks % per_node:
             raise ConfigError(f"{num_ranks} ranks: needed a multiple of {per_node}, the ranks per node.")
         shape = replace(self.workload.shape, world_size=num_ranks, ranks_per_node=per_node)
         return replace(self, workload=replace(self.workload, shape=shape))
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of a host's thread for each piece of a step, the slowest one's."""
+        own = (self.rates,) if isinstance(self.rates, Rates) else self.rates
+        return max(each.step_overhead_seconds for each in own)
+
+    @property
+    def without_host(self) -> PlanRequest:
+        """The request without the time of the hosts' threads."""
+        return replace(self, rates=changed(self.rates, lambda own: replace(own, step_overhead_seconds=0.0)))
 
     @property
     def node_bytes(self) -> int | None:

@@ -42,6 +42,7 @@ class Machine:
         overlap: 0: a CPU; 1: a GPU that brings rows in between steps; 2: one without rows ahead; 3: with them.
         ranks_per_node, cores: of a node; cores 0: every rank has its own.
         cores_copy: cores copy what is sent, too.
+        slowdown: [R, stages] of each rank for the same work.
         formula: the fields of `FORMULA`.
         limits: bytes of a rank, and of a node; those of the window: most, least, limit, by rows. Infinite ones limit
             nothing.
@@ -51,6 +52,7 @@ class Machine:
     ranks_per_node: int
     cores: int
     cores_copy: bool
+    slowdown: Floats
     formula: Floats
     limits: Floats
 
@@ -73,16 +75,18 @@ def _columns(overlap: int, stages: Floats, added: Floats, out: Floats) -> None:
 
 @numba.njit(nogil=True)
 def _latest(
-    overlap: int, cores: int, local: int, cores_copy: bool, totals: Floats, first: int, stop: int, added: Floats,
-    begin: int, end: int, found: Floats,
+    overlap: int, cores: int, local: int, cores_copy: bool, slowdown: Floats, totals: Floats, first: int, stop: int,
+    added: Floats, begin: int, end: int, found: Floats,
 ) -> None:  # fmt: skip
     """Raise `found` [columns] to when the last of the ranks [first, stop) is done: `StepFormula.slowest`.
 
     `added` [end - begin, stages] comes to the ranks from `begin` on. Where ranks share cores, these are whole nodes.
     """
-    columns, none = np.empty((stop - first, _MOST_COLUMNS)), np.zeros(_STAGES)
+    columns, more = np.empty((stop - first, _MOST_COLUMNS)), np.empty(_STAGES)
     for rank in range(first, stop):
-        _columns(overlap, totals[rank], added[rank - begin] if begin <= rank < end else none, columns[rank - first])
+        for stage in range(_STAGES):
+            more[stage] = added[rank - begin, stage] * slowdown[rank, stage] if begin <= rank < end else 0.0
+        _columns(overlap, totals[rank], more, columns[rank - first])
     num_columns, own = 6 if overlap <= _IN_STEPS else 8, np.empty(local)
     for column in range(num_columns):
         if cores and (cores_copy or column == 0 or column == 3 or column == 5):
@@ -173,12 +177,13 @@ def _more_host(limits: Floats, nodes: Floats, ranks_per_node: int, host: Floats,
 @numba.njit(nogil=True)
 def _best_block(
     seconds: Floats, memory: Floats, host: Floats, groups: float, now: Floats, kept: Floats, nodes: Floats,
-    is_taken: Bools, overlap: int, ranks_per_node: int, cores: int, cores_copy: bool, formula: Floats, limits: Floats,
+    is_taken: Bools, overlap: int, ranks_per_node: int, cores: int, cores_copy: bool, slowdown: Floats, formula: Floats,
+    limits: Floats,
 ) -> tuple[int, float]:  # fmt: skip
     """Return the block of neighbouring ranks that is best for these shards, one for each of them, and the value."""
     num_ranks, per_block = now.shape[0], host.size
     loads, taken, slowest = np.empty(num_ranks), np.empty(num_ranks), np.zeros(_MOST_COLUMNS)
-    _latest(overlap, cores, ranks_per_node, cores_copy, now, 0, num_ranks, seconds, 0, 0, slowest)
+    _latest(overlap, cores, ranks_per_node, cores_copy, slowdown, now, 0, num_ranks, seconds, 0, 0, slowest)
     squares, over, fullest = _loads(limits, now, kept, loads, taken)
     over_host = np.maximum(0.0, nodes - limits[1]).sum()
     best, lowest = -1, np.inf
@@ -191,9 +196,11 @@ def _best_block(
             low = begin // ranks_per_node * ranks_per_node
             high = low + ranks_per_node
         then, spread = slowest.copy(), squares
-        _latest(overlap, cores, ranks_per_node, cores_copy, now, low, high, seconds, begin, end, then)
+        _latest(overlap, cores, ranks_per_node, cores_copy, slowdown, now, low, high, seconds, begin, end, then)
         for rank in range(begin, end):
-            load = seconds[rank - begin].sum()
+            load = 0.0
+            for stage in range(_STAGES):
+                load += seconds[rank - begin, stage] * slowdown[rank, stage]
             spread += load * (2 * loads[rank] + load)
         value, penalty = _seconds(overlap, formula, groups, then) + SPREAD * np.sqrt(spread / num_ranks), 0.0
         if limits[0] < np.inf:
@@ -208,11 +215,11 @@ def _best_block(
     return best, lowest
 
 
-@compiled_for([(_F3, _F3, _F2, _F2, _F1, _BOOLS, _F2, _F2, _F1, *4 * (numba.int64,), numba.boolean, _F1, _F1)])
+@compiled_for([(_F3, _F3, _F2, _F2, _F1, _BOOLS, _F2, _F2, _F1, *4 * (numba.int64,), numba.boolean, _F2, _F1, _F1)])
 def prices(
     seconds: Floats, memory: Floats, host: Floats, everywhere: Floats, groups: Floats, on_one_node: Bools,
     totals: Floats, rank_memory: Floats, rank_host: Floats, per_block: int, overlap: int, ranks_per_node: int,
-    cores: int, cores_copy: bool, formula: Floats, limits: Floats,
+    cores: int, cores_copy: bool, slowdown: Floats, formula: Floats, limits: Floats,
 ) -> tuple[Floats, Ints]:  # fmt: skip
     """Place the shards of a table, in blocks one after the other, each where the step becomes shortest.
 
@@ -223,7 +230,7 @@ def prices(
         on_one_node: [O] all shards are on the first one's node.
         totals, rank_memory, rank_host: [R, stages], [R, columns] and [R] without the table.
         per_block: shards that are on neighbours: 1, or all of a node, or of all ranks.
-        overlap, ranks_per_node, cores, cores_copy, formula, limits: of `Machine`.
+        overlap, ranks_per_node, cores, cores_copy, slowdown, formula, limits: of `Machine`.
 
     Returns:
         The value with each option, [O], and the rank of each of its shards, [O, N].
@@ -231,7 +238,11 @@ def prices(
     (num_options, num_shards), num_ranks = host.shape, rank_host.size
     values, ranks = np.full(num_options, np.inf), np.zeros((num_options, num_shards), np.int64)
     for option in range(num_options):
-        now, kept, nodes = totals + everywhere[option], rank_memory.copy(), np.zeros(num_ranks // ranks_per_node)
+        now, kept, nodes = (
+            totals + everywhere[option] * slowdown,
+            rank_memory.copy(),
+            np.zeros(num_ranks // ranks_per_node),
+        )
         for rank in range(num_ranks):
             nodes[rank // ranks_per_node] += rank_host[rank]
         is_taken = np.zeros(num_ranks // per_block, np.bool_)
@@ -239,7 +250,7 @@ def prices(
             stop = first + per_block
             block, values[option] = _best_block(
                 seconds[option, first:stop], memory[option, first:stop], host[option, first:stop], groups[option], now,
-                kept, nodes, is_taken, overlap, ranks_per_node, cores, cores_copy, formula, limits,
+                kept, nodes, is_taken, overlap, ranks_per_node, cores, cores_copy, slowdown, formula, limits,
             )  # fmt: skip
             if block < 0:
                 break
@@ -247,7 +258,7 @@ def prices(
             for shard in range(first, stop):
                 rank = block * per_block + shard - first
                 ranks[option, shard] = rank
-                now[rank] += seconds[option, shard]
+                now[rank] += seconds[option, shard] * slowdown[rank]
                 kept[rank] += memory[option, shard]
                 nodes[rank // ranks_per_node] += host[option, shard]
             if first == 0 and per_block == 1 and on_one_node[option]:

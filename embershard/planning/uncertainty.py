@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embershard.planning.cost.back_test import CALIBRATED_LARGEST, UNMEASURED
-from embershard.planning.cost.rates import StepWork
+from embershard.planning.cost.rates import StepWork, of_each
 from embershard.planning.cost.topology import Assumptions, Topology
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
 from embershard.planning.workload import Workload
@@ -55,7 +55,7 @@ class Constant:
 
     def set_to(self, topology: Topology, value: float) -> Topology:
         """Return the machine with another value."""
-        return replace(topology, assumptions=replace(topology.assumptions, **{self.name: value}))
+        return topology.assuming(self.name, value)
 
 
 _UNKNOWN = "none; as far off as a factor of 2 either way"
@@ -230,11 +230,14 @@ class _Steps:
 
     def seconds(self, topology: Topology) -> float:
         """Return the seconds of a step there."""
-        rates = topology.rates_for(self._workload.shape.world_size)
-        layers = self._workload.layers_work(rates)
-        dense = {name: getattr(layers, name) for name in ("dense_flops", "activation_bytes", "launches")}
-        changed = [replace(work, **dense) for work in self._distinct]
-        return replay_steps([changed[each] for each in self._number], rates, self._pipeline).step_seconds
+        num_ranks, rates = len(self._number), topology.rates_of_ranks(self._workload.shape.world_size)
+        dense = {}
+        for own in dict.fromkeys(of_each(rates, num_ranks)):
+            layers = self._workload.layers_work(own)
+            dense[own] = {name: getattr(layers, name) for name in ("dense_flops", "activation_bytes", "launches")}
+        kinds = list(zip(self._number, of_each(rates, num_ranks), strict=True))
+        works = {kind: replace(self._distinct[kind[0]], **dense[kind[1]]) for kind in dict.fromkeys(kinds)}
+        return replay_steps([works[kind] for kind in kinds], rates, self._pipeline).step_seconds
 
 
 def _hypercube(ranges: Sequence[tuple[float, float]]) -> np.ndarray:

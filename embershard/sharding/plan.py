@@ -227,7 +227,7 @@ class PlanBound:
                 f"and this one takes {self.step_seconds * 1e3:.4g} ms. That is a mistake of embershard: please report "
                 "it with this plan's file."
             )
-        over, of_tables = self.step_seconds - self.least_seconds, self.least_seconds - self.fixed_seconds
+        over, of_tables = max(0.0, self.step_seconds - self.least_seconds), self.least_seconds - self.fixed_seconds
         part = f" ({100 * over / of_tables:.1f} % of what depends on the tables)" if of_tables > 0 else ""
         gap = 100 * over / self.least_seconds if self.least_seconds > 0 else 0.0
         within = f"Within {gap:.1f} % of the best plan of the allowed sharding types, under this cost model{part}."

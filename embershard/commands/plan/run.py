@@ -67,6 +67,7 @@ class Setup:
             raise ConfigError(
                 f"--device-memory: got {len(limits)} sizes, needed one, or one for each of {num_ranks} ranks."
             )
+        limits = limits or list(topology.memory_of_ranks(num_ranks))
         device_bytes = max(limits, default=topology.device_memory_bytes)
         host_bytes = topology.host_memory_bytes if host_bytes is None else host_bytes
         files = [each for each in ("config", "profile", "tables", "topology") if getattr(arguments, each) is not None]
@@ -83,7 +84,7 @@ class Setup:
         )
         request = PlanRequest(
             workload=workload,
-            rates=topology.rates_for(num_ranks),
+            rates=topology.rates_of_ranks(num_ranks),
             budget=budget(config, device_bytes, host_bytes, ratio, limits if len(set(limits)) > 1 else ()),
             types=arguments.types,
             pins=config.sharding.pin,

@@ -186,7 +186,7 @@ def _beyond(change: PlanChange, staying: PlanChange) -> PlanChange:
 
 def _told(request: PlanRequest, candidate: Candidate) -> Candidate:
     """Return a placement that was found by a GPU's own time with what it takes beside the host's."""
-    host_seconds = request.rates.step_overhead_seconds * request.workload.shape.pieces
+    host_seconds = request.host_seconds * request.workload.shape.pieces
     if request.workload.shape.device == "cpu" or not host_seconds:
         return candidate
     quick = predict(candidate.layout, candidate.slots, request.rates, from_counts=True)
@@ -271,7 +271,7 @@ def _found(request: PlanRequest, stay: Candidate) -> list[Candidate]:
     """Return changes, by counts alone: each is faster than all that move fewer bytes. On a GPU by its own time: beside
     a slower host all placements are as fast."""
     if request.workload.shape.device == "cuda":
-        request = replace(request, rates=replace(request.rates, step_overhead_seconds=0.0))
+        request = request.without_host
         stay = replace(stay, quick=predict(stay.layout, stay.slots, request.rates, from_counts=True))
     found = all_sized(request, [stay.tables])  # slots alone
     begin, done = found[0] if found else stay, set[tuple[TablePlacement, ...]]()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embershard.extras.replan.moves import Ints, TableCut
-from embershard.planning.cost.rates import Rates
+from embershard.planning.cost.rates import RankRates, of_each
 from embershard.planning.workload import Layout
 from embershard.sharding.shards import PoolKey, TablePlacement
 from embershard.sharding.sizes import ModelSize, RankLayout
@@ -79,13 +79,15 @@ def _rows_read(before: TableCut, after: TableCut, cell_bytes: int, state_bytes: 
     return np.asarray((rows * of_row[:, None]).sum(axis=0))
 
 
-def warm_up(layout: Layout, slots: Mapping[PoolKey, int], rates: Rates) -> tuple[float, float]:
+def warm_up(layout: Layout, slots: Mapping[PoolKey, int], rates: RankRates) -> tuple[float, float]:
     """Return the fills until the caches hold what they hold in the long run, of all ranks, and the seconds that the
     rank with most takes for its own, beside nothing else."""
-    rows, seconds = 0.0, np.zeros(layout.workload.shape.world_size)
+    num_ranks = layout.workload.shape.world_size
+    rows, seconds = 0.0, np.zeros(num_ranks)
     for key, members in layout.pools.items():
         for shard, report in zip(members, layout.workload.counted_reports(members, slots[key]), strict=True):
             rows += report.held_rows
-            per_row = rates.seconds_per_fill + shard.host_row_bytes * rates.seconds_per_byte_to_device
+            own = of_each(rates, num_ranks)[key.rank]
+            per_row = own.seconds_per_fill + shard.host_row_bytes * own.seconds_per_byte_to_device
             seconds[key.rank] += report.held_rows * per_row
     return rows, float(seconds.max())

@@ -14,6 +14,7 @@ from embershard.errors import ConfigError
 from embershard.extras.what_if.cases import planned_case
 from embershard.launch.screen import say
 from embershard.planning.budget import all_on_devices, ranks_without_caches
+from embershard.planning.cost.rates import Rates
 from embershard.planning.request import PlanRequest
 from embershard.planning.uncertainty import PlannedCase
 from embershard.sharding.plan import Plan
@@ -96,6 +97,8 @@ def _bought(setup: Setup, request: PlanRequest) -> str:
             "How many ranks hold all rows without a cache is not known: give the devices' memory (--topology of GPUs, "
             "or --device-memory), and no size of caches."
         )
+    if not isinstance(request.rates, Rates):
+        return "Ranks are of several kinds of machines: for other numbers of them name other nodes (--topology)."
     fewest = ranks_without_caches(request)
     if fewest is None or fewest < _QUARTER:
         found = "No number of ranks that was tried holds" if fewest is None else "Fewer than 4 ranks hold"

@@ -26,7 +26,7 @@ _NOTHING_SECONDS = 5e-7
 
 def show_explanations(request: PlanRequest, plan: Plan, tables: Sequence[str], console: Console) -> None:
     """Print why each of these tables is where it is."""
-    workload, host_seconds = request.workload, request.rates.step_overhead_seconds
+    workload, host_seconds = request.workload, request.host_seconds
     if workload.shape.device == "cuda" and host_seconds:
         host = f"{host_seconds * 1e3:.2f} ms"
         say(console, f"Times here are of the GPUs alone; a step takes at least the {host} of the host's thread.")
@@ -182,8 +182,7 @@ def beside(request: PlanRequest, tables: Sequence[TablePlacement], table: str) -
 
 def own_time(request: PlanRequest) -> PlanRequest:
     """Return the request without the host's thread of a GPU: beside it, many placements are as fast."""
-    is_gpu = request.workload.shape.device == "cuda"
-    return replace(request, rates=replace(request.rates, step_overhead_seconds=0.0)) if is_gpu else request
+    return request.without_host if request.workload.shape.device == "cuda" else request
 
 
 def _changed(

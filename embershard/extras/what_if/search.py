@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from embershard.extras.what_if.cases import ComparedCase, cheapest
+from embershard.planning.cost.rates import of_each
 from embershard.planning.cost.topology import Topology
 from embershard.planning.request import PlanRequest
 from embershard.planning.simulate.step_replay import Pipeline, replay_steps
@@ -37,8 +38,9 @@ _ALIKE = 1.01
 def most_per_second(request: PlanRequest) -> float:
     """Return the samples per second that no plan for this request exceeds: those of a step without its tables."""
     workload, shape = request.workload, request.workload.shape
-    of_rank = workload.rank_work([], [], 0, workload.layers_work(request.rates))
-    replayed = replay_steps([of_rank] * shape.world_size, request.rates, Pipeline.of_run(shape))
+    layers = [workload.layers_work(own) for own in of_each(request.rates, shape.world_size)]
+    of_ranks = [workload.rank_work([], [], 0, own) for own in layers]
+    replayed = replay_steps(of_ranks, request.rates, Pipeline.of_run(shape))
     seconds = replayed.step_seconds * (1 - _OFF if shape.device == "cuda" else 1)
     return shape.global_batch_size / seconds if seconds else math.inf
 

@@ -143,7 +143,7 @@ def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
 
 def _replay(prediction: Prediction, topology: Topology, num_ranks: int, pipeline: Pipeline) -> StepReplay:
     works = [decode(StepWork, rank.work) for rank in prediction.ranks]
-    return replay_steps(works, topology.rates_for(num_ranks), pipeline, jitter=topology.jitter_for(num_ranks))
+    return replay_steps(works, topology.rates_of_ranks(num_ranks), pipeline, jitter=topology.jitter_for(num_ranks))
 
 
 def _limit(replayed: StepReplay) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, TypeVar
 
@@ -144,6 +144,27 @@ class Rates(Amounts):
     def limits(name: str) -> tuple[float, float]:
         """Return those with which sums of a step stay numbers."""
         return 0.0, 1e9
+
+
+#: Of every rank, or of each one where they are on machines of several kinds.
+RankRates = Rates | tuple[Rates, ...]
+
+
+def of_each(rates: RankRates, num_ranks: int) -> Sequence[Rates]:
+    """Return the rates of each rank."""
+    return (rates,) * num_ranks if isinstance(rates, Rates) else rates
+
+
+def fastest(rates: RankRates) -> Rates:
+    """Return the rates of a machine that is as fast in each kind of work as the fastest rank."""
+    if isinstance(rates, Rates):
+        return rates
+    return Rates(**{field.name: min(getattr(each, field.name) for each in rates) for field in fields(Rates)})
+
+
+def changed(rates: RankRates, change: Callable[[Rates], Rates]) -> RankRates:
+    """Return the rates with a change of all ranks'."""
+    return change(rates) if isinstance(rates, Rates) else tuple(map(change, rates))
 
 
 #: Kind of work, its rate, and the part of a step's time that it belongs to.

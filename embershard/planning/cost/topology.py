@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embershard.errors import ConfigError, naming_file
+from embershard.lazy_names import named
 from embershard.machine import cores_problem
 from embershard.planning.cost.back_test import error_note
-from embershard.planning.cost.rates import Amounts, Precision, Rates
+from embershard.planning.cost.rates import Amounts, Precision, RankRates, Rates
 from embershard.settings.decoding import decode, read_toml, to_toml
 from embershard.units import size
 
@@ -196,6 +197,18 @@ class Topology:
         per_page = min(num_ranks, self.ranks_per_node) / self.disk_pages_per_second if self.disk_pages_per_second else 0
         return replace(self._rates_of_cores(num_ranks), seconds_per_page=per_page)
 
+    def rates_of_ranks(self, num_ranks: int) -> RankRates:
+        """Return the rates of all of so many ranks; of each one where there are several kinds of machines."""
+        return self.rates_for(num_ranks)
+
+    def memory_of_ranks(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the device memory of each of so many ranks where there are several kinds; else none."""
+        return ()
+
+    def assuming(self, name: str, value: float) -> Topology:
+        """Return the machine with another value of one of its assumptions."""
+        return replace(self, assumptions=replace(self.assumptions, **{name: value}))
+
     def _rates_of_cores(self, num_ranks: int) -> Rates:
         cores = self.cores_per_node
         if not self.rates:
@@ -298,8 +311,8 @@ class Topology:
 def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
     """Find a machine by name, or read it from a TOML file.
 
-    Names are `KIND`, `KINDxRANKS` or `KINDxRANKSxNODES` with RANKS per node: "h200x8", "h200x8x4", "cpux2". Kinds in
-    `files` override those that come with embershard.
+    Names are `KIND`, `KINDxRANKS` or `KINDxRANKSxNODES` with RANKS per node: "h200x8", "h200x8x4", "cpux2"; with "+"
+    between them nodes of several kinds, "h100x8+a100-80x8x2". Kinds in `files` override those of embershard.
 
     >>> load_topology("h200x8x4").world_size
     32
@@ -307,6 +320,10 @@ def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
     Raises:
         ConfigError: no such name, or a file cannot be read or is malformed.
     """
+    if "+" in name:
+        parts = [load_topology(part, files) for part in name.split("+")]
+        mixed: Topology = named("embershard.planning.cost.mixed:mixed")(name, parts)
+        return mixed
     if name.endswith(".toml"):
         found = read_topologies(Path(name))
         if len(found) != 1:
@@ -321,7 +338,7 @@ def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
     if shape is None or shape["base"] not in known:
         raise ConfigError(
             f"Unknown topology {name!r}. Known are {', '.join(sorted(known))}, each also as NAMExRANKS or "
-            "NAMExRANKSxNODES (h200x8x4 is 4 nodes of 8), and .toml files of your own."
+            "NAMExRANKSxNODES (h200x8x4 is 4 nodes of 8), several of them with + between, and .toml files of your own."
         )
     ranks, nodes = int(shape["ranks"]), int(shape["nodes"] or 1)
     return replace(known[shape["base"]].shaped(ranks, nodes), name=name)

@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from embershard.planning.cost.rates import PARTS, TERMS, Rates, StepWork
+from embershard.planning.cost.rates import PARTS, TERMS, RankRates, Rates, StepWork
 from embershard.sharding.plan import Plan
 from embershard.sharding.run_shape import RunShape
 
@@ -160,12 +160,12 @@ class StepReplay:
         return int(np.argmin(self.parts[STRAGGLERS]))
 
 
-def replay_steps(works: Sequence[StepWork], rates: Rates, pipeline: Pipeline, *, jitter: float = 0.0) -> StepReplay:
+def replay_steps(works: Sequence[StepWork], rates: RankRates, pipeline: Pipeline, *, jitter: float = 0.0) -> StepReplay:
     """Replay steps of ranks with this work, until they repeat. Deterministic.
 
     Args:
         works: of each rank in a step.
-        rates: of a rank, while all ranks of its node are at work.
+        rates: of a rank, while all ranks of its node are at work; of each one where they differ.
         jitter: standard deviation of a rank's time for the same work, from step to step, relative to its mean.
 
     >>> work = StepWork(dense_flops=3e9, bytes_to_device=1e9)
@@ -192,21 +192,26 @@ def num_buckets(parameter_bytes: float, in_pieces: bool) -> int:
     return 1 if in_pieces else min(_MOST_BUCKETS, max(1, math.ceil(parameter_bytes / _BUCKET_BYTES)))
 
 
-def stage_seconds(works: Sequence[StepWork], rates: Rates) -> dict[str, Floats]:
-    """Return the seconds [R] of each stage of a step, for ranks with this work."""
+def stage_seconds(works: Sequence[StepWork], rates: RankRates) -> dict[str, Floats]:
+    """Return the seconds [R] of each stage of a step, for ranks with this work: all of it the same, where there is one
+    and several ranks' rates."""
     return {name: np.sum(list(parts.values()), axis=0) for name, parts in _stage_parts(works, rates).items()}
 
 
-def _stage_parts(works: Sequence[StepWork], rates: Rates) -> dict[str, dict[str, Floats]]:
+def _stage_parts(works: Sequence[StepWork], rates: RankRates) -> dict[str, dict[str, Floats]]:
+    def rate(name: str) -> float | Floats:
+        own = [getattr(each, name) for each in ([rates] if isinstance(rates, Rates) else rates)]
+        return np.array(own, float) if own[1:] else float(own[0])
+
     amounts = {name: np.array([getattr(work, name) for work in works], float) for name in _PART_OF}
     found: dict[str, dict[str, Floats]] = {}
     for stage, shares in STAGES.items():
         parts: dict[str, Floats] = {}
         for name, share in shares.items():
-            seconds = share * amounts[name] * getattr(rates, _RATE_OF[name])
+            seconds = share * amounts[name] * rate(_RATE_OF[name])
             parts[_PART_OF[name]] = parts.get(_PART_OF[name], 0.0) + seconds
         found[stage] = parts
-    found["overhead"]["overhead"] += float(rates.step_overhead_seconds)  # of the first piece
+    found["overhead"]["overhead"] += rate("step_overhead_seconds")  # of the first piece
     return found
 
 

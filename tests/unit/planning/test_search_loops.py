@@ -16,7 +16,7 @@ from embershard.planning.local_search import Choice, _SearchState, _ways
 from embershard.planning.request import Budget
 from embershard.sharding.run_shape import ReplaySettings
 from tests.covering import matrix
-from tests.unit.planning.requests import make_request
+from tests.unit.planning.requests import make_request, rates
 
 ROWS = (9000, 4000, 700, 300, 5000)
 RUNS = {
@@ -25,6 +25,7 @@ RUNS = {
     "not ahead": ("cuda", None, ReplaySettings(CachePolicy("lfu"), 0)),
     "cpu": ("cpu", None, ReplaySettings(CachePolicy(), 8, 1)),
     "shared cores": ("cpu", 1, ReplaySettings(CachePolicy(), 8, 1)),
+    "two speeds": ("cuda", None, ReplaySettings(CachePolicy(), 8, 2)),
 }
 
 
@@ -42,6 +43,7 @@ def state_of(
         world_size=4,
         ranks_per_node=ranks_per_node,
         exchange=exchange,
+        rates=(rates(),) * 2 + (rates("a10x2x2"),) * 2 if run == "two speeds" else None,
     )
     costs = cost_arrays(request, resident=request.may_mix, cached=True)
     return costs, _SearchState(costs, [_ways(options) for options in costs.options])

@@ -420,6 +420,7 @@ def test_what_is_refused(files, tmp_path, capsys):
         (given(files, "--set", "data.parquet.num_rows=[20000, 9000, 3000, 61]"), "'t_d': .* 61 rows, .* 60 rows"),
         (given(files, "--ranks", "1", "--ratios", "0.9", "--topology", "h100x8", "--device-memory", "2MB"), "ratio"),
         (given(files, "--types", "table_wise,data_parallel"), "--types data_parallel: copies .*--replicate-rows N"),
+        (given(files, "--topology", "h100x2+a10x2", "--ranks", "2"), "got 1 nodes of 2 ranks, needed its 2 nodes of 2"),
         (["--calibrate"], "--calibrate needs -o"),
     ]  # fmt: skip
     for arguments, expected in cases:
