@@ -323,9 +323,9 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
 
 
 def _stages_alone(request: PlanRequest, copies: Sequence[PlacedShard], at_best: bool) -> dict[str, float]:
-    """Return the seconds of each stage without a sharded table, with these copies on every rank: of those that depend on tables as if ranks were the
-    fastest in all, of the others the slowest one's. `at_best`: the optimizer's are the fastest one's, for its rank may
-    have no table."""
+    """Return the seconds of each stage without a sharded table, with these copies on every rank: of those that depend
+    on tables as if ranks were the fastest in all, of the others the slowest one's. `at_best`: the optimizer's are the
+    fastest one's, for its rank may have no table."""
     workload, reports = request.workload, list(map(request.workload.resident_report, copies))
 
     def seconds_of(kinds: tuple[Rates, ...]) -> dict[str, Floats]:
