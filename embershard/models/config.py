@@ -107,6 +107,9 @@ class ModelConfig:
     table_dtype: OfModel[Literal["fp32", "fp16"]] = "fp32"
     """Number format of the embedding rows. The dense layers are always fp32."""
 
+    table_dtypes: OfModel[dict[str, Literal["fp32", "fp16"]]] = field(default_factory=dict, hash=False)
+    """The same of some tables, by their names, in place of `table_dtype`."""
+
     dcn_num_layers: OfModel[int | None] = None
     """Layers of the cross network. Only for arch or interaction "dlrm_dcn"; there the default is 3."""
 
@@ -187,8 +190,10 @@ class ModelConfig:
         self._check_own()
         if self.arch not in get_args(Arch):
             raise ConfigError(f"model.arch: got {self.arch!r}, needed one of {', '.join(map(repr, get_args(Arch)))}.")
-        if self.table_dtype not in ("fp32", "fp16"):
-            raise ConfigError(f"model.table_dtype: got {self.table_dtype!r}, needed 'fp32' or 'fp16'.")
+        of_tables = {f"table_dtypes.{table}": dtype for table, dtype in self.table_dtypes.items()}
+        for name, dtype in {"table_dtype": self.table_dtype, **of_tables}.items():
+            if dtype not in ("fp32", "fp16"):
+                raise ConfigError(f"model.{name}: got {dtype!r}, needed 'fp32' or 'fp16'.")
         dim = self.embedding_dim
         if dim < 1 or dim % _DIM_MULTIPLE:
             needed = max(_DIM_MULTIPLE, -(-dim // _DIM_MULTIPLE) * _DIM_MULTIPLE)
@@ -338,6 +343,10 @@ class ModelConfig:
                 raise ConfigError(
                     f"model.{each.name} has no effect with model.build, whose function gets model.options. Remove one."
                 )
+
+    def dtype_of(self, table: str) -> Literal["fp32", "fp16"]:
+        """Return the number format of a table's rows."""
+        return self.table_dtypes.get(table, self.table_dtype)
 
     @property
     def crossing(self) -> Arch:

@@ -83,7 +83,7 @@ def _bags(config: ModelConfig, features: Sequence[SparseFeatureLike], module: st
 def _table(
     config: ModelConfig, name: str, num_rows: int, features: tuple[str, ...], module: str, pooling: str
 ) -> ModelTable:
-    sizes = table_name(name), num_rows, config.embedding_dim, config.table_dtype
+    sizes = table_name(name), num_rows, config.embedding_dim, config.dtype_of(table_name(name))
     return ModelTable(*sizes, features, module, pooling, config.init_range)
 
 

@@ -267,6 +267,12 @@ class RunConfig:
         if not self.cache.small_types:
             return
         self.cache.check_profile(self.has_profile)
+        for table in self.model.table_dtypes:
+            if self.model.dtype_of(table) == "fp16" and self.cache.small_type_of(table):
+                raise ConfigError(
+                    f'model.table_dtypes.{table}: got "fp16", needed "fp32" with cache.host_dtype: slots are rounded '
+                    f'to it. Take one of them, for instance cache.host_dtypes.{table} = "fp32".'
+                )
         needs = {"model.table_dtype": "slots are rounded to it", "train.init": "the seed also rounds"}
         self._check_home("cache.host_dtype", needs)
 

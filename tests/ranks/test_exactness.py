@@ -78,6 +78,7 @@ VARIANTS = {
     "mean_row_wise": Case(mean=True, sharding="row_wise"),
     "mean_grid_adagrad": Case(mean=True, sharding="grid_shard", optimizer="adagrad"),
     "fp16_beside_fp32": Case(fp16=(0, 2), ratio=0.3),
+    "fp16_on_the_device": Case(fp16=(0, 1), cached=(1, 2), ratio=0.35, steps=20),
     "fp16_sgd_row_wise": Case(fp16=(0, 1, 2, 3), optimizer="sgd", sharding="row_wise"),
     "different_dims": Case(dims=(16, 8, 16, 32), ratio=0.3),
     "different_dims_column_wise": Case(dims=(16, 8, 16, 32), sharding="column_wise", ratio=0.3),

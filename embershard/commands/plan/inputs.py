@@ -21,7 +21,7 @@ from embershard.sharding.run_shape import ReplaySettings, RunShape
 from embershard.sharding.sizes import ModelSize, TableSize
 from embershard.training.config import RunConfig
 from embershard.training.fit.host_types import host_type
-from embershard.training.fit.model_size import dense_part_over_bags, model_size, table_rows
+from embershard.training.fit.model_size import check_typed, dense_part_over_bags, model_size, table_rows
 
 #: Of a number that dense layers pass on, by `train.precision`; 4 of the others.
 _ACTIVATION_BYTES = {"bf16": 2, "fp64": 8}
@@ -236,6 +236,7 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
         ConfigError: the file is wrong.
     """
     config = load_config(TablesFile, path, overrides, trust_code=trust_code)
+    check_typed(config, list(config.named))
     rows = {name: each.rows or 0 for name, each in config.named.items()}
     dim, state_bytes = config.model.embedding_dim, config.embedding_optimizer.state_bytes
     tables = tuple(
@@ -243,7 +244,7 @@ def read_tables(path: Path, overrides: list[str], trust_code: bool) -> tuple[Tab
             name,
             rows[name],
             each.dim or dim,
-            "fp32",
+            config.model.dtype_of(name),
             *state_bytes,
             group=config.cache.group_suffix(name),
             **host_type(config.cache, name, rows[name]),

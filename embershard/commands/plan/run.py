@@ -121,8 +121,11 @@ class Setup:
         if key == "device_memory":
             return replace(self, arguments=argparse.Namespace(**{**vars(self.arguments), key: value}))
         part, _, name = key.partition(".")
-        changed = replace(getattr(self.config, part), **{name: value})
-        return replace(self, config=replace(self.config, **{part: changed}))
+        config = replace(self.config, **{part: replace(getattr(self.config, part), **{name: value})})
+        if (model := self.model) is not None:
+            tables = tuple(replace(each, dtype=config.model.dtype_of(each.table)) for each in model.tables)
+            model = replace(model, tables=tables)
+        return replace(self, config=config, model=model)
 
     def shaped(self, num_ranks: int) -> Topology:
         """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""

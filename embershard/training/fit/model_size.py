@@ -69,9 +69,15 @@ def check_tables(config: RunConfig) -> None:
     tables = tables_of_run(config)
     for setting, given in (("frozen", config.model.frozen), ("pretrained", config.model.pretrained)):
         named_tables(f"model.{setting}", given, tables)
-    names = [table.name for table in tables]
-    if other := sorted(config.cache.host_dtypes.keys() - set(names)):
-        raise ConfigError(f"cache.host_dtypes: got no table {other[0]!r}, needed some of {', '.join(names)}.")
+    check_typed(config, [table.name for table in tables])
+
+
+def check_typed(config: RunConfig, tables: Sequence[str]) -> None:
+    """Raise `ConfigError` where a setting gives a type to a table that is none of these."""
+    given = {"cache.host_dtypes": {*config.cache.host_dtypes}, "model.table_dtypes": {*config.model.table_dtypes}}
+    for setting, names in given.items():
+        if other := sorted(names - set(tables)):
+            raise ConfigError(f"{setting}: got no table {other[0]!r}, needed some of {', '.join(tables)}.")
 
 
 def table_rows(config: RunConfig) -> dict[str, int]:

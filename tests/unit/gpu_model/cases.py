@@ -199,7 +199,10 @@ def _model(case: Case) -> ModelConfig:
     target = TARGETS[_target(case)]
     learns = not isinstance(target["label"], str) and case.number % 2
     weighting = "uncertainty" if learns else "fixed"
-    return ModelConfig(case.arch, 8, table_dtype=case.dtype, label_weighting=weighting, **layers)
+    other = "fp32" if case.dtype == "fp16" else "fp16"
+    # Beside tables of the case's type. Of hot rows a further group copies its features' places at first: waits.
+    types = {} if _small_rows(case) or case.mode == "hot_cold" else {"t_user": other}
+    return ModelConfig(case.arch, 8, table_dtype=case.dtype, table_dtypes=types, label_weighting=weighting, **layers)
 
 
 def _plan(config: RunConfig, num_ranks: int, device: str) -> Any:

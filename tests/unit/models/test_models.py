@@ -43,6 +43,7 @@ CPU = torch.device("cpu")
         ({"over_arch_layer_sizes": (0, 1)}, "width 1 or more"),
         ({"arch": "wide"}, "'dlrm_dcn'"),
         ({"table_dtype": "fp8"}, "'fp16'"),
+        ({"table_dtypes": {"t_a": "int8"}}, "model.table_dtypes.t_a: got 'int8', needed 'fp32' or 'fp16'"),
         ({"init_range": 0.0}, "init_range: got 0.0, needed a number above 0"),
         ({"init_range": float("nan")}, "needed a number above 0"),
         ({"dcn_num_layers": 2}, "no effect"),

@@ -43,7 +43,9 @@ def schema_of(arch: str, *, dense: int = 3, target: Target | None = None) -> Sch
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"table_dtype": "fp16", "embedding_dim": 8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"table_dtype": "fp16", "table_dtypes": {"t_user": "fp32"}, "embedding_dim": 8}]
+)
 @pytest.mark.parametrize("arch", get_args(Arch))
 def test_tables_are_those_of_the_built_model(arch, changes):
     layers = {"dense_arch_layer_sizes": (9, 8)} if changes and arch not in FACTORIZED else {}
@@ -51,6 +53,8 @@ def test_tables_are_those_of_the_built_model(arch, changes):
     built = tables_in(build_model(config, schema, torch.device("cpu")))
     tables = model_tables(config, schema)
     assert tables == tuple(built)
+    half = {table.name for table in built if table.dtype == "fp16"}
+    assert half == ({table.name for table in built} - {"t_user"} if changes else set())
     assert {feature for table in tables for feature in table.features} == {each.name for each in schema.sparse}
     assert {table.is_sequence for table in tables} == ({True, False} if arch in WITH_HISTORY else {False})
 

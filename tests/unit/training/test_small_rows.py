@@ -287,6 +287,10 @@ def test_a_diverged_run_ends_by_name(ranks: Ranks) -> None:
     [
         ({"profile": ProfileConfig()}, r"no profile to choose them by. Count one \(profile.samples = 200000"),
         (
+            {"model": ModelConfig(table_dtypes={"t_C1": "fp16"})},
+            'model.table_dtypes.t_C1: got "fp16", needed "fp32" with cache.host_dtype: slots are rounded',
+        ),
+        (
             {"model": ModelConfig(table_dtype="fp16")},
             'model.table_dtype: got "fp16", needed "fp32" with cache.host_dty',
         ),
