@@ -325,7 +325,8 @@ def _other_changes(request: PlanRequest, *, is_device_short: bool) -> str:
 
 def _smaller_settings(request: PlanRequest) -> Iterator[str]:
     """Yield the single changes of settings with which devices have enough, those first that cost least: maps by hash,
-    the longest window of known batches, the fewest pieces of a step, the largest batch."""
+    the longest window of known batches, the fewest pieces of a step, the largest batch; then rows in fp16, which trains
+    other bits."""
     shape = request.workload.shape
     doubled = [2**power for power in range(1, shape.batch_size.bit_length())]
     tried: dict[str, Sequence[Any]] = {
@@ -333,13 +334,15 @@ def _smaller_settings(request: PlanRequest) -> Iterator[str]:
         "look_ahead.lookahead": range(shape.cache.lookahead - 1, 0, -1),
         "train.accumulate": [pieces for pieces in doubled if pieces > shape.pieces],
         "train.batch_size": [shape.batch_size // part for part in doubled],
+        "model.table_dtype": ("fp16",),
     }
     for key, values in tried.items():
         # The less, the smaller the need: the first value of those that fit, with hardly a search.
         least = bisect.bisect_left(values, True, key=lambda value: _fits_by(request, key, value, _quick_needs))
         for value in values[least : least + _MOST_TRIED]:
             if _fits_by(request, key, value, least_needs):
-                yield f"--set {key}={value}"
+                rounds = " (rounds what is trained)" if key == "model.table_dtype" else ""
+                yield f"--set {key}={value}{rounds}"
                 break
 
 

@@ -9,7 +9,9 @@ from rich.console import Console
 from embershard.commands.plan import view
 from embershard.commands.plan.run import Setup, draw
 from embershard.errors import ConfigError
+from embershard.extras.what_if.cases import ComparedCase
 from embershard.extras.what_if.grid import Series, UnplannedCase, plans_all, search, series_of
+from embershard.extras.what_if.half_rows import half_rows_sentence
 from embershard.extras.what_if.simulate_scaling import SimulatedRun, show_simulation, simulate_scaling, write_simulation
 from embershard.extras.what_if.view import Teller, show_budget, show_left_out, show_target, show_training, show_what_if
 from embershard.launch.screen import say
@@ -44,9 +46,19 @@ def what_if(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[floa
             show_training(chosen, setups[0], console)
             planned = [chosen]
     if planned:
-        view.show_certainty(planned[-1], console)
+        shown = planned[-1]
+        view.show_certainty(shown, console)
+        say(console, *filter(None, [_half_rows(series, shown)]))
     draw(arguments.png, console, "what_if_figure", outcomes, setups[0].topology)
     return 0 if planned else 2
+
+
+def _half_rows(series: Sequence[Series], case: ComparedCase) -> str:
+    """Return what rows in fp16 would buy a case; empty: nothing."""
+    alike = (case.machine, case.ratio, case.batch)
+    of_case = next(each for each in series if (each.setup.machine, each.ratio, each.batch) == alike)
+    assert case.plan is not None, "it is shown"
+    return half_rows_sentence(of_case.setup, of_case.setup.request(case.num_ranks, case.ratio), case.plan)
 
 
 def _say_without_caches(series: Sequence[Series], console: Console) -> None:

@@ -12,6 +12,7 @@ from embershard.commands.plan.run import Setup
 from embershard.commands.plan.view import hits_cells
 from embershard.errors import ConfigError
 from embershard.extras.what_if.cases import planned_case
+from embershard.extras.what_if.half_rows import half_rows_sentence
 from embershard.launch.screen import say
 from embershard.planning.budget import all_on_devices, ranks_without_caches
 from embershard.planning.cost.rates import Rates
@@ -30,7 +31,7 @@ _RESIDENT = ("slots", "device_tables", "replicated")  # of a rank's device memor
 def show_plan_explanation(setup: Setup, request: PlanRequest, plan: Plan, console: Console) -> None:
     """Print what a plan is, what its steps wait for, how good it is, which table matters, and what caches buy."""
     with console.status("planning without caches, and on fewer ranks"):
-        bought = _bought(setup, request)
+        bought = " ".join(filter(None, (_bought(setup, request), half_rows_sentence(setup, request, plan))))
     sentences = (_rows(request, plan), _step(plan), _gap(plan), _tables(plan), bought)
     say(console, *(f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1)))
 

@@ -93,12 +93,13 @@ REFUSED = [
     ("--ranks 1 --device-memory 140MiB --set cache.slot_map=array --set train.batch_size=4096",
         ["--device-memory ", "train.batch_size="]),
     ("--ranks 1 --device-memory 1GiB --host-memory 1GiB", ["--host-memory ", "--ranks "]),
+    ("--ranks 1 --device-memory 12GiB --set cache.enabled=false", ["model.table_dtype=fp16 (rounds what is trained)"]),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "named"), [case if number < 2 else matrix(*case) for number, case in enumerate(REFUSED)]
+    ("words", "named"), [case if number in (0, 1, 6) else matrix(*case) for number, case in enumerate(REFUSED)]
 )
 def test_each_change_that_a_refusal_names_fits(file, capsys, words, named):
     """In the command that names it: in place of the option that is wrong, or behind it."""
@@ -109,7 +110,7 @@ def test_each_change_that_a_refusal_names_fits(file, capsys, words, named):
     changes = [each.removeprefix("or ") for each in said.rstrip(".").split("; ") if "--" in each]
     assert all(any(part in change for change in changes) for part in named), said
     for change in changes:
-        option, value = change.split()
+        option, value = change.removesuffix(" (rounds what is trained)").split()
         at = given.index(option) if option in given and option != "--set" else None
         changed = [*given, option, value] if at is None else [*given[:at], option, value, *given[at + 2 :]]
         assert plan(file, *changed) == 0, change
@@ -131,6 +132,21 @@ def test_small_host_rows_take_the_memory_that_they_take(file, tmp_path, capsys, 
     assert rows[0] - rows[1] == 40_000_000 * (4 * 32 - (32 + 2)) - 400_000 * 4 * 32 - more
     assert plan(file, *given, "--set", "cache.host_dtypes.context_1=int8", *profile) == 0
     assert note in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("setting", ["model.table_dtypes.item", matrix("model.table_dtype")])
+def test_tables_in_fp16_take_half_the_device_memory(file, tmp_path, capsys, setting):
+    """Of their weights: states stay fp32. A table that there is not is refused."""
+    given, found = ("--ranks", "1", "-o", str(tmp_path / "plan.json")), []
+    for changes in ((), ("--set", f"{setting}=fp16")):
+        assert plan(file, *given, *changes) == 0
+        made = Plan.load(tmp_path / "plan.json")
+        found.append(made.prediction.ranks[0].device_bytes["device_tables"])
+    assert [table.dtype for table in made.tables].count("fp16") == (4 if setting.endswith("dtype") else 1)
+    assert found[0] - found[1] == 2 * (40_000_000 * 32 + (3 * 2000 * 16 if setting.endswith("dtype") else 0))
+    for key in ("model.table_dtypes", "cache.host_dtypes"):
+        assert plan(file, *given, "--set", f"{key}.itm=fp16") == 2
+        assert f"{key}: got no table 'itm', needed some of item, context_0" in capsys.readouterr().err
 
 
 @pytest.mark.matrix
