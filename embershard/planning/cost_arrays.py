@@ -168,6 +168,11 @@ class CostArrays:
         return int(not all(any(each.kernel == "replicated" for each in options) for options in self.options))
 
     @cached_property
+    def are_alike(self) -> bool:
+        """Whether all ranks are as fast."""
+        return bool((self.slowdown == 1).all())
+
+    @cached_property
     def capacity(self) -> Floats:
         """Ranks as fast as `base_seconds` has them that all ranks are worth together, [stages]."""
         return np.asarray((1 / self.slowdown).sum(axis=0))
@@ -196,7 +201,7 @@ class CostArrays:
             cores=pipeline.cores_for(self.world_size) or 0,
             cores_copy=pipeline.cores_copy(self.world_size),
             formula=np.array([getattr(formula, name) for name in FORMULA], float),
-            slowdown=self.slowdown,
+            slowdown=self.slowdown[: 0 if self.are_alike else None],
             limits=np.array([*limits, window.most, window.least, window.limit, window.by_rows], float),
         )
 

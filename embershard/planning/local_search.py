@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,7 +249,8 @@ class _SearchState:
 
     def value(self) -> float:
         """Return the seconds of a step, with what tells equal ones apart."""
-        return float(self._of_totals(self._totals, self._memory, self._host, self._with_group("")))
+        groups = groups_of_collectives(self._groups.keys() | self._paid)
+        return float(self._of_totals(self._totals, self._memory, self._host, groups))
 
     def value_with_its_groups(self) -> float:
         """Return the value of the placement as it is, without what no table exchanges."""
@@ -258,10 +260,6 @@ class _SearchState:
         """Return the seconds of a step."""
         formula = self._costs.formula
         return float(formula.seconds(formula.slowest(self._totals), groups_of_collectives(self._groups)))
-
-    def _with_group(self, group: str) -> float:
-        """Return how many groups have collectives, as `groups_of_collectives` counts, with one more; "": with none."""
-        return groups_of_collectives(self._groups.keys() | self._paid | {group})
 
     def pick(self, rng: np.random.Generator) -> list[int]:
         """Return tables to take out: of the slowest rank of a random stage, and others."""
@@ -306,7 +304,8 @@ class _SearchState:
 
     def _add(self, option: Option, ranks: Sequence[int], sign: float) -> None:
         where = np.asarray(ranks)  # each once
-        self._totals[where] += sign * option.seconds * self._costs.slowdown[where]
+        more = option.seconds if self._costs.are_alike else option.seconds * self._costs.slowdown[where]
+        self._totals[where] += sign * more
         self._memory[where] += sign * option.memory
         self._host[where] += sign * option.host_bytes
         if option.row_id_seconds:
@@ -332,12 +331,13 @@ class _SearchState:
         if self._costs.ranks and self._costs.ranks[table] is not None:
             self._insert_on(table, self._costs.ranks[table] or ())
             return
-        best, found = math.inf, None
+        best, found, paid = math.inf, None, self._groups.keys() | self._paid
+        counted = groups_of_collectives(paid)
         ways = self._ways[table]
         if types is not None:
             ways = [part for way in ways if (part := way.of(types))] or ways
         for way in ways:
-            groups = np.array([self._with_group(group) for group in way.groups])
+            groups = np.array([counted if name in paid else counted + weight for name, weight in way.weights])
             values, ranks = self._prices(way, groups)
             if rng is not None:
                 values[rng.random(len(values)) < _OVERLOOKED] = math.inf
@@ -420,6 +420,11 @@ class _Way:
     types: tuple[str, ...]
     groups: tuple[str, ...]
     on_one_node: NDArray[np.bool_]
+
+    @cached_property
+    def weights(self) -> list[tuple[str, float]]:
+        """The options' groups, each with how many `groups_of_collectives` counts for it."""
+        return [(group, groups_of_collectives([group])) for group in self.groups]
 
     def of(self, types: Container[str]) -> _Way | None:
         """Return those options that have one of these types; None: none has."""

@@ -42,7 +42,7 @@ class Machine:
         overlap: 0: a CPU; 1: a GPU that brings rows in between steps; 2: one without rows ahead; 3: with them.
         ranks_per_node, cores: of a node; cores 0: every rank has its own.
         cores_copy: cores copy what is sent, too.
-        slowdown: [R, stages] of each rank for the same work.
+        slowdown: [R, stages] of each rank for the same work; [0, stages]: all ranks are as fast.
         formula: the fields of `FORMULA`.
         limits: bytes of a rank, and of a node; those of the window: most, least, limit, by rows. Infinite ones limit
             nothing.
@@ -82,11 +82,13 @@ def _latest(
 
     `added` [end - begin, stages] comes to the ranks from `begin` on. Where ranks share cores, these are whole nodes.
     """
-    columns, more = np.empty((stop - first, _MOST_COLUMNS)), np.empty(_STAGES)
+    columns, none, more = np.empty((stop - first, _MOST_COLUMNS)), np.zeros(_STAGES), np.empty(_STAGES)
     for rank in range(first, stop):
-        for stage in range(_STAGES):
-            more[stage] = added[rank - begin, stage] * slowdown[rank, stage] if begin <= rank < end else 0.0
-        _columns(overlap, totals[rank], more, columns[rank - first])
+        if slowdown.size and begin <= rank < end:
+            more[:] = added[rank - begin] * slowdown[rank]
+            _columns(overlap, totals[rank], more, columns[rank - first])
+        else:
+            _columns(overlap, totals[rank], added[rank - begin] if begin <= rank < end else none, columns[rank - first])
     num_columns, own = 6 if overlap <= _IN_STEPS else 8, np.empty(local)
     for column in range(num_columns):
         if cores and (cores_copy or column == 0 or column == 3 or column == 5):
@@ -198,9 +200,7 @@ def _best_block(
         then, spread = slowest.copy(), squares
         _latest(overlap, cores, ranks_per_node, cores_copy, slowdown, now, low, high, seconds, begin, end, then)
         for rank in range(begin, end):
-            load = 0.0
-            for stage in range(_STAGES):
-                load += seconds[rank - begin, stage] * slowdown[rank, stage]
+            load = (seconds[rank - begin] * slowdown[rank]).sum() if slowdown.size else seconds[rank - begin].sum()
             spread += load * (2 * loads[rank] + load)
         value, penalty = _seconds(overlap, formula, groups, then) + SPREAD * np.sqrt(spread / num_ranks), 0.0
         if limits[0] < np.inf:
@@ -238,13 +238,8 @@ def prices(
     (num_options, num_shards), num_ranks = host.shape, rank_host.size
     values, ranks = np.full(num_options, np.inf), np.zeros((num_options, num_shards), np.int64)
     for option in range(num_options):
-        now, kept, nodes = (
-            totals + everywhere[option] * slowdown,
-            rank_memory.copy(),
-            np.zeros(num_ranks // ranks_per_node),
-        )
-        for rank in range(num_ranks):
-            nodes[rank // ranks_per_node] += rank_host[rank]
+        always = everywhere[option] * slowdown if slowdown.size else everywhere[option : option + 1]
+        now, kept, nodes = totals + always, rank_memory.copy(), np.zeros(num_ranks // ranks_per_node)
         is_taken = np.zeros(num_ranks // per_block, np.bool_)
         for first in range(0, num_shards, per_block):
             stop = first + per_block
@@ -258,7 +253,10 @@ def prices(
             for shard in range(first, stop):
                 rank = block * per_block + shard - first
                 ranks[option, shard] = rank
-                now[rank] += seconds[option, shard] * slowdown[rank]
+                if slowdown.size:
+                    now[rank] += seconds[option, shard] * slowdown[rank]
+                else:
+                    now[rank] += seconds[option, shard]
                 kept[rank] += memory[option, shard]
                 nodes[rank // ranks_per_node] += host[option, shard]
             if first == 0 and per_block == 1 and on_one_node[option]:
