@@ -240,6 +240,8 @@ def prices(
     for option in range(num_options):
         always = everywhere[option] * slowdown if slowdown.size else everywhere[option : option + 1]
         now, kept, nodes = totals + always, rank_memory.copy(), np.zeros(num_ranks // ranks_per_node)
+        for rank in range(num_ranks):
+            nodes[rank // ranks_per_node] += rank_host[rank]
         is_taken = np.zeros(num_ranks // per_block, np.bool_)
         for first in range(0, num_shards, per_block):
             stop = first + per_block

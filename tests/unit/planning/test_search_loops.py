@@ -99,7 +99,7 @@ def test_a_price_is_the_value_with_the_table_there(seed: int, run: str, ranks_pe
     ("budget", "exchange"),
     [
         matrix(Budget(device_bytes=900_000), "pooled"),
-        matrix(Budget(device_bytes=900_000, host_bytes=3_000_000), "pooled"),
+        (Budget(device_bytes=900_000, host_bytes=3_000_000), "pooled"),
         matrix(Budget(ratio=0.1, host_bytes=1_000_000), "rows"),
         (Budget(device_bytes=900_000, less_bytes=(0, 300_000, 0, 0)), "auto"),
     ],
