@@ -29,12 +29,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from embershard.planning.budget import least_need
 from embershard.planning.cost.rates import step_parts
 from embershard.planning.make_plan import sized
-from embershard.planning.request import PlanRequest, cached, column_block
+from embershard.planning.request import PlanRequest, cached
 from embershard.planning.simulate.pool_report import RowRange
 from embershard.planning.slots import needed_slots
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import Sharding
-from embershard.sharding.shards import TablePlacement
+from embershard.sharding.shards import LEAST_COLUMNS, TablePlacement
 from embershard.sharding.sizes import PlacedShard
 from embershard.sharding.torchrec.planner.torchrec_planner import OrderedEnumerator
 from embershard.sharding.torchrec.sharders import StockEmbeddingBagCollectionSharder
@@ -87,6 +87,12 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
+def _column_block(dim: int, world_size: int) -> int:
+    """Return the fewest columns that are not narrow, a multiple of 4, and cut `dim` evenly, as TorchRec cuts."""
+    least = max(LEAST_COLUMNS, dim // world_size)
+    return next((size for size in range(least + -least % 4, dim, 4) if dim % size == 0), dim)
+
+
 def _place(
     request: PlanRequest, num_bytes: int, costs: _Costs, order: SortBy, allowed: Mapping[str, Sequence[str]]
 ) -> list[TablePlacement] | None:
@@ -103,7 +109,7 @@ def _place(
         table.table: ParameterConstraints(
             sharding_types=list(allowed[table.table]),
             compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-            min_partition=column_block(table.dim, topology.world_size),
+            min_partition=_column_block(table.dim, topology.world_size),
         )
         for table in tables
     }

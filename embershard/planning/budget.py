@@ -15,7 +15,7 @@ from embershard.cache.statistics import apportion
 from embershard.errors import ConfigError, ShardingError
 from embershard.planning.cost_arrays import cost_arrays
 from embershard.planning.local_search import local_search
-from embershard.planning.request import Budget, PlanRequest, cached, column_block
+from embershard.planning.request import Budget, PlanRequest, cached
 from embershard.planning.slots import least_slots
 from embershard.planning.workload import Layout
 from embershard.sharding import memory_model
@@ -465,7 +465,7 @@ def _asked_alone(request: PlanRequest, table: TableSize) -> Iterator[int]:
     kernels = request.kernels(table.table, resident=request.may_mix, cached=True)
     for name, kernel in itertools.product(request.allowed[table.table], kernels):
         kind = SHARDING_TYPES[name]
-        columns = column_block(table.dim, shape.world_size) if kind.cuts_columns else table.dim
+        columns = max(request.column_cuts(table, name, more=True)[-1])
         rows = -(-table.rows // kind.row_blocks(shape.world_size, min(shape.ranks_per_node, shape.world_size)))
         exchange = request.workload.exchange_of(table.table, name, columns)
         shard = PlacedShard(table, 0, 0, rows, columns, kind.name, kernel, exchange)

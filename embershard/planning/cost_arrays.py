@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from embershard.cache.config import LEAST_SLOTS, MOST_POOL_ROWS
 from embershard.planning.cost import work
 from embershard.planning.cost.rates import TERMS, RankRates, Rates, StepWork, fastest, of_each
-from embershard.planning.request import LEAST_COLUMNS, PlanRequest
+from embershard.planning.request import PlanRequest
 from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
 from embershard.planning.simulate.step_formula import STAGES, StepFormula, by_column
@@ -29,7 +29,7 @@ from embershard.planning.slots import needed_slots
 from embershard.planning.workload import Workload
 from embershard.sharding import memory_model
 from embershard.sharding.sharding_types import COPIES, SHARDING_TYPES, Sharding
-from embershard.sharding.shards import COLUMN_MULTIPLE, Exchange, Kernel, TablePlacement
+from embershard.sharding.shards import Exchange, Kernel, TablePlacement
 from embershard.sharding.sizes import PlacedShard, TableSize
 
 Floats = NDArray[np.float64]
@@ -52,7 +52,7 @@ _BEST_LEVELS, _MOST_LEVELS = 40, 160  # of one table, and of all
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way to place a table; N shards, in TorchRec's order.
+    """One way to place a table; N shards, in TorchRec's order. In a bound, the last one may be a part of a shard.
 
     Attributes:
         sharding, kernel, exchange: as in a `TablePlacement`.
@@ -64,6 +64,7 @@ class Option:
         level: of its cache's size, in a search from 0, the largest; 0 without a cache.
         pool: shards of one share the caches of their ranks; "" without a cache.
         pool_rows: of all shards.
+        columns: of the blocks, where they differ, as in a `TablePlacement`.
     """
 
     sharding: Sharding
@@ -77,6 +78,7 @@ class Option:
     level: int = 0
     pool: str = ""
     pool_rows: float = 0.0
+    columns: tuple[int, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -233,8 +235,8 @@ class CostArrays:
         table = next((number for number, size in enumerate(self.tables) if size.table == placed.table), None)
         is_on_ranks_of_its_own = len(set(placed.ranks)) == len(placed.ranks)
         own = () if table is None or not is_on_ranks_of_its_own else self.options[table]
-        kind = (placed.sharding, len(placed.ranks) or self.world_size)
-        alike = [number for number, each in enumerate(own) if (each.sharding, each.num_shards) == kind]
+        kind = (placed.sharding, len(placed.ranks) or self.world_size, placed.columns)
+        alike = [number for number, each in enumerate(own) if (each.sharding, each.num_shards, each.columns) == kind]
         found = [number for number in alike if own[number].kernel == placed.kernel]
         return found or [number for number in alike if own[number].kernel == "device"]
 
@@ -242,7 +244,7 @@ class CostArrays:
         """Return a table's option on these ranks as a `TablePlacement`."""
         size, chosen = self.tables[table], self.options[table][option]
         own_ranks = () if chosen.kernel == "replicated" else tuple(ranks)
-        kinds = (chosen.sharding, chosen.kernel, own_ranks, chosen.exchange, size.group)
+        kinds = (chosen.sharding, chosen.kernel, own_ranks, chosen.exchange, size.group, chosen.columns)
         return TablePlacement(size.table, size.rows, size.dim, size.dtype, *kinds)
 
 
@@ -366,9 +368,9 @@ def _slowdown(rates: RankRates, num_ranks: int, done: StepWork, at_best: bool) -
 def _without_worse(options: Sequence[Option]) -> list[Option]:
     """Return the options without those that the first of their kind, or the one kept before them, is as good as."""
     kept: list[Option] = []
-    of_kind: dict[tuple[str, int], list[Option]] = {}
+    of_kind: dict[tuple[str, int, tuple[int, ...]], list[Option]] = {}
     for each in options:
-        own = of_kind.setdefault((each.sharding, each.num_shards), [])
+        own = of_kind.setdefault((each.sharding, each.num_shards, each.columns), [])
         if not any(other.is_as_good_as(each) for other in own[:1] + own[-1:]):
             own.append(each)
             kept.append(each)
@@ -409,6 +411,13 @@ def _formula(
 
 def _whole(table: TableSize) -> PlacedShard:
     return PlacedShard(table, 0, 0, table.rows, table.dim, "table_wise", "cached")
+
+
+def _joined(blocks: Sequence[tuple[Option, float]], columns: tuple[int, ...] = ()) -> Option:
+    """Return the option of these blocks of columns, or of such parts of them, side by side."""
+    names, rows = ("seconds", "memory", "host_bytes"), sum(part * each.pool_rows for each, part in blocks)
+    arrays: Any = {name: np.concatenate([part * getattr(each, name) for each, part in blocks]) for name in names}
+    return replace(blocks[0][0], columns=columns, pool_rows=rows, **arrays)
 
 
 class _Options:
@@ -479,11 +488,20 @@ class _Options:
             local = min(shape.ranks_per_node, shape.world_size)
             fit = [name for name in names if not SHARDING_TYPES[name].is_too_small(table.rows, shape.world_size, local)]
             names = fit if fit or cached else names
-        return [
-            self._option(table, cast(Sharding, name), columns, kernel, size, done)
-            for name in names
-            for columns in self._widths(table, name)
-        ]
+        found = []
+        for name in cast("list[Sharding]", names):
+            for cut in self._request.column_cuts(table, name, more=self._at_best):
+                is_even = len(set(cut)) == 1
+                exchange = self._workload.exchange_of(table.table, name, cut[0]) if is_even else "pooled"
+                whole = PlacedShard(table, 0, 0, table.rows, table.dim, name, kernel, exchange)
+                own = {each: self._block(replace(whole, columns=each), size, done) for each in sorted(set(cut))}
+                if not self._at_best:
+                    found.append(_joined([(own[each], 1.0) for each in cut], () if is_even else cut))
+                    continue
+                for each, block in own.items():  # a plan of uneven blocks is a mixture of plans of even ones
+                    count = table.dim / each
+                    found.append(_joined([(block, min(1.0, count - n)) for n in range(math.ceil(count))]))
+        return found
 
     def copies(self, table: TableSize) -> Option:
         """Return the option of a copy on every rank, whose messages are of mean rows: no plan costs less."""
@@ -509,28 +527,11 @@ class _Options:
             row_id_seconds=0.0,
         )
 
-    def _widths(self, table: TableSize, sharding: str) -> list[int]:
-        """Return the numbers of columns that the shards of a table may have."""
-        if not SHARDING_TYPES[sharding].cuts_columns:
-            return [table.dim]
-        pin = self._request.pins.get(table.table)
-        if pin is not None and pin.ranks is not None:
-            _, count = SHARDING_TYPES[sharding].blocks(len(pin.ranks), min(self._shape.ranks_per_node, len(pin.ranks)))
-            return [table.dim // count]
-        kind, most, local = SHARDING_TYPES[sharding], self._shape.world_size, self._shape.ranks_per_node
-        if not self._at_best:  # the bound has more shards on a rank, or node, than one, too
-            most = min(local, most) if kind.on_one_node else -(-most // local) if kind.rows_over == "node" else most
-        cuts = [n for n in range(2, most + 1) if table.dim % (n * COLUMN_MULTIPLE) == 0]
-        return [table.dim // cut for cut in cuts if table.dim // cut >= LEAST_COLUMNS] or [table.dim]
-
-    def _option(
-        self, table: TableSize, sharding: Sharding, columns: int, kernel: Kernel, size: ShardReport, done: ShardReport
-    ) -> Option:
-        workload, shape = self._workload, self._shape
-        exchange = workload.exchange_of(table.table, sharding, columns)
-        whole = PlacedShard(table, 0, 0, table.rows, columns, sharding, kernel, exchange)
+    def _block(self, whole: PlacedShard, size: ShardReport, done: ShardReport) -> Option:
+        """Return the option of one block of columns: all of its shards by rows."""
+        workload, shape, table, kernel = self._workload, self._shape, whole.table, whole.kernel
         local = min(shape.ranks_per_node, shape.world_size)
-        blocks, cuts = SHARDING_TYPES[sharding].row_blocks(shape.world_size, local), table.dim // columns
+        blocks = SHARDING_TYPES[whole.sharding].row_blocks(shape.world_size, local)
         bounds = np.minimum(np.arange(blocks + 1) * -(-table.rows // blocks), table.rows)
         shares, parts = workload.block_shares(table.table, bounds), np.diff(bounds) / table.rows
         arriving = workload.as_exchanged(whole, done)
@@ -546,18 +547,18 @@ class _Options:
         )
         seconds = none + np.outer(shares, all_lookups - none) + np.outer(parts, all_rows - none)
         host = memory_model.growing_bytes(whole, shape)
-        row_ids = workload.lookups_per_sample[table.table] * shape.batch_size if exchange == "rows" else 0.0
+        row_ids = workload.lookups_per_sample[table.table] * shape.batch_size if whole.exchange == "rows" else 0.0
         return Option(
-            sharding,
+            whole.sharding,
             kernel,
-            exchange,
+            whole.exchange,
             group=next(iter(work.exchange_groups([whole]))),
-            seconds=np.tile(seconds, (cuts, 1)),
-            memory=np.tile(self._memory(whole, size, done, shares, parts), (cuts, 1)),
-            host_bytes=np.tile(parts * host, cuts),
+            seconds=seconds,
+            memory=self._memory(whole, size, done, shares, parts),
+            host_bytes=parts * host,
             row_id_seconds=row_ids * self._rates.seconds_per_row_id,
-            pool=f"{sharding}, {columns} {table.dtype}, {exchange}" if kernel == "cached" else "",
-            pool_rows=float(table.rows * cuts),
+            pool=f"{whole.sharding}, {whole.columns} {table.dtype}, {whole.exchange}" if kernel == "cached" else "",
+            pool_rows=float(table.rows),
         )
 
     def _memory(

@@ -38,8 +38,9 @@ def exchange_notes(workload: Workload, tables: Sequence[TablePlacement]) -> list
 def exchange_reason(workload: Workload, table: TablePlacement) -> str:
     """Return what a table exchanges, and the bytes of both exchanges."""
     _, pooled, rows = _sent(workload, table)
-    if not sharding_type(table.sharding).exchanges_rows:
-        return f"{table.table} pooled embeddings, {size(pooled)} ({table.sharding} tables cannot exchange rows)"
+    if not sharding_type(table.sharding).exchanges_rows or table.columns:
+        kind = f"{table.sharding} tables" + (" of other columns on each rank" if table.columns else "")
+        return f"{table.table} pooled embeddings, {size(pooled)} ({kind} cannot exchange rows)"
     if table.exchange == "rows":
         return f"{table.table} distinct rows, {size(rows)} (pooled: {size(pooled)})"
     return f"{table.table} pooled embeddings, {size(pooled)} (rows: {size(rows)})"
@@ -53,6 +54,6 @@ def _sent(workload: Workload, table: TablePlacement) -> tuple[float, float, floa
         if shard.first_row == 0:
             arguments = (table.table, table.sharding, shard.columns)
             pooled += workload.exchange_bytes(*arguments, "pooled")
-            can = sharding_type(table.sharding).exchanges_rows
+            can = sharding_type(table.sharding).exchanges_rows and not table.columns
             rows += workload.exchange_bytes(*arguments, "rows" if can else "pooled")
     return rows if table.exchange == "rows" else pooled, pooled, rows

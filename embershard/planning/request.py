@@ -13,25 +13,20 @@ from embershard.planning.cost.topology import Topology
 from embershard.planning.workload import Workload
 from embershard.sharding.pins import TablePin
 from embershard.sharding.sharding_types import COPIES, SHARDING_TYPES, Sharding, sharding_type
-from embershard.sharding.shards import Kernel, TablePlacement
+from embershard.sharding.shards import (
+    COLUMN_MULTIPLE,
+    LEAST_COLUMNS,
+    Kernel,
+    TablePlacement,
+    columns_problem,
+    even_columns,
+)
 from embershard.sharding.sizes import TableSize
 
 #: Of sequences, where none of the types that were asked for can shard them.
 _OF_SEQUENCES = ("table_wise", "row_wise")
 #: Of tables that take any id, whose shards have whole buckets; by rows where the ranks divide the buckets.
 _OF_IDS = ("table_wise", "row_wise")
-#: Of a column shard: FBGEMM is slow on narrow rows.
-LEAST_COLUMNS = 32
-
-
-def column_block(dim: int, world_size: int) -> int:
-    """Return the columns of a column shard: the fewest that are not narrow, a multiple of 4, and cut `dim` evenly.
-
-    >>> column_block(dim=128, world_size=2), column_block(dim=16, world_size=2)
-    (64, 16)
-    """
-    least = max(LEAST_COLUMNS, dim // world_size)
-    return next((size for size in range(least + -least % 4, dim, 4) if dim % size == 0), dim)
 
 
 def cached(table: TableSize, sharding: str, ranks: Sequence[int]) -> TablePlacement:
@@ -160,6 +155,15 @@ class PlanRequest:
                 near = difflib.get_close_matches(name, tables, n=1)
                 hint = f"Did you mean {near[0]!r}?" if near else f"Tables are {', '.join(list(tables)[:5])}, ..."
                 raise ConfigError(f"sharding.pin.{name}: the model has no such table. {hint}")
+            if pin.columns is not None:
+                if problem := columns_problem(pin.columns, tables[name].dim):
+                    raise ConfigError(f"sharding.pin.{name}.{problem}")
+                if not self.may_be_uneven(tables[name]):
+                    raise ConfigError(
+                        f"sharding.pin.{name}.columns: got {list(pin.columns)}, which differ; TorchRec cuts sequences "
+                        'evenly, and tables that exchange rows (sharding.exchange = "rows") are grouped by columns. '
+                        "Leave columns out."
+                    )
             if pin.kind == "device" and not self.may_mix:
                 raise ConfigError(
                     f'sharding.pin.{name}: kernel "device" needs a limit on all of a device\'s memory '
@@ -229,7 +233,7 @@ class PlanRequest:
         types = [sharding_type(name) for name in self.types or tried if name != COPIES]
         found = {}
         for table in self.sharded:
-            is_cut = column_block(table.dim, shape.world_size) < table.dim  # else it is table-wise by another name
+            is_cut = bool(self._even_cuts(table, shape.world_size))  # else it is table-wise by another name
             own = [each for each in types if is_cut or not each.cuts_columns]
             if table.is_sequence:
                 own = [each for each in own if each.has_sequences] or [SHARDING_TYPES[name] for name in _OF_SEQUENCES]
@@ -244,6 +248,35 @@ class PlanRequest:
                 names = self._pinned_types(table.table, pin, names)
             found[table.table] = names
         return found
+
+    def column_cuts(self, table: TableSize, sharding: str, *, more: bool = False) -> list[tuple[int, ...]]:
+        """Return the ways to cut a table's columns with a sharding type, by the columns of each block, those of fewest
+        blocks first: blocks are as even as they can be, and not narrow, unless ranks or columns are pinned.
+
+        Args:
+            more: into more blocks than there are ranks, or nodes, for one each.
+        """
+        kind, pin, shape = SHARDING_TYPES[sharding], self.pins.get(table.table), self.workload.shape
+        if not kind.cuts_columns:
+            return [(table.dim,)]
+        if pin is not None and pin.columns is not None:
+            return [pin.columns]
+        if pin is not None and pin.ranks is not None:
+            _, count = kind.blocks(len(pin.ranks), min(shape.ranks_per_node, len(pin.ranks)))
+            even = even_columns(table.dim, count)
+            return [even if self.may_be_uneven(table) else (table.dim // count,) * count]
+        most = shape.world_size if more else kind.most_column_blocks(shape.world_size, shape.ranks_per_node)
+        return self._even_cuts(table, most) or [(table.dim,)]
+
+    def _even_cuts(self, table: TableSize, most: int) -> list[tuple[int, ...]]:
+        counts = range(2, min(most, table.dim // LEAST_COLUMNS) + 1) if table.dim % COLUMN_MULTIPLE == 0 else ()
+        cuts = [even_columns(table.dim, count) for count in counts]
+        return [cut for cut in cuts if cut[0] == cut[-1] or self.may_be_uneven(table)]
+
+    def may_be_uneven(self, table: TableSize) -> bool:
+        """Return whether blocks of a table's columns may differ: not of sequences, which TorchRec cuts evenly, nor of
+        tables that exchange rows, which are grouped by columns."""
+        return not table.is_sequence and self.workload.shape.exchange != "rows"
 
     def may_be_copied(self, table: TableSize) -> bool:
         """Return whether each rank may have a copy of a sharded table in place of its shards."""

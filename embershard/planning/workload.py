@@ -422,7 +422,9 @@ class Workload:
         return "rows" if rows < self.exchange_bytes(table, sharding, columns, "pooled") else "pooled"
 
     def with_exchange(self, table: TablePlacement) -> TablePlacement:
-        """Return the placement with what its table exchanges."""
+        """Return the placement with what its table exchanges: with unequal columns pooled embeddings."""
+        if table.columns:
+            return replace(table, exchange="pooled")
         shards = shards_of(table, self.shape.ranks_per_node)
         columns = shards[0].columns if shards else table.dim
         return replace(table, exchange=self.exchange_of(table.table, table.sharding, columns))

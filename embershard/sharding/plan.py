@@ -455,11 +455,19 @@ def _table_problem(table: TablePlacement, world_size: int, ranks_per_node: int) 
         )
     if table.exchange == "rows" and table.sharding not in ROWS_TYPES:
         return f'exchange "rows" with sharding "{table.sharding}"; needed one of {", ".join(ROWS_TYPES)}, or "pooled".'
+    if table.columns and (not SHARDING_TYPES[table.sharding].cuts_columns or table.exchange == "rows"):
+        return (
+            f'columns: got {list(table.columns)} with sharding "{table.sharding}", exchange "{table.exchange}"; needed '
+            'a type that cuts columns, with exchange "pooled": tables that exchange rows are grouped by columns.'
+        )
     outside = [rank for rank in table.ranks if not 0 <= rank < world_size]
     if outside:
         return f"ranks: got rank {outside[0]}, needed ranks from 0 to {world_size - 1}."
     if problem := SHARDING_TYPES[table.sharding].ranks_problem(table.ranks, world_size, ranks_per_node):
         return problem
+    blocks = table.ranks[:: SHARDING_TYPES[table.sharding].row_blocks(world_size, ranks_per_node)]
+    if table.columns and len(set(blocks)) < len(blocks):
+        return f"columns: got {list(table.columns)} on ranks {list(table.ranks)}; needed blocks on ranks of their own."
     try:
         shards_of(table, ranks_per_node)
     except ShardingError as error:

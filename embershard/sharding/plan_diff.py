@@ -110,7 +110,8 @@ def _tables(before: Sequence[TablePlacement], after: Sequence[TablePlacement]) -
 def placement_of(table: TablePlacement) -> str:
     """Return a place in words: `cached row_wise on ranks 0-7`."""
     rows = " exchanging rows" if table.exchange == "rows" else ""
-    return f"{table.kernel} {table.sharding}{rows}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
+    columns = f" of {'+'.join(map(str, table.columns))} columns" if table.columns else ""
+    return f"{table.kernel} {table.sharding}{columns}{rows}" + (f" on {_ranks(table.ranks)}" if table.ranks else "")
 
 
 def _size(table: TablePlacement) -> str:

@@ -62,6 +62,12 @@ class ShardingType:
             return num_ranks, 1
         return ranks_per_node, max(1, num_ranks // ranks_per_node)
 
+    def most_column_blocks(self, world_size: int, ranks_per_node: int) -> int:
+        """Return the most blocks of columns that are on ranks, or nodes, of their own."""
+        if self.on_one_node:
+            return min(ranks_per_node, world_size)
+        return -(-world_size // ranks_per_node) if self.rows_over == "node" else world_size
+
     def row_blocks(self, world_size: int, ranks_per_node: int) -> int:
         """Return the number of row blocks of any table, in a run on so many ranks."""
         return {"node": min(ranks_per_node, world_size), "all": world_size}.get(self.rows_over, 1)

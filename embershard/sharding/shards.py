@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ Exchange = Literal["pooled", "rows"]
 Kernel = Literal["cached", "device", "replicated"]
 #: FBGEMM stores rows as vectors of four numbers.
 COLUMN_MULTIPLE = 4
+#: Of a block of columns that plans cut, or that is of another width than others: FBGEMM is slow on narrow rows.
+LEAST_COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class TablePlacement:
             rank, which goes with "data_parallel".
         ranks: of the shards, in TorchRec's order; () when replicated.
         exchange: what travels between ranks: "pooled" embeddings, or distinct "rows".
+        columns: of each block of columns, in their order, where they differ; (): of all alike.
     """
 
     table: str
@@ -41,11 +45,13 @@ class TablePlacement:
     ranks: tuple[int, ...]
     exchange: Exchange = "pooled"
     group: str = ""
+    columns: tuple[int, ...] = ()
 
     @property
     def described(self) -> dict[str, object]:
-        """The fields as they stand in a plan's file: without a group where there is one only."""
-        return {name: value for name, value in vars(self).items() if name != "group" or value}
+        """The fields as they stand in a plan's file: without a group where there is one only, and without columns
+        where blocks are alike."""
+        return {name: value for name, value in vars(self).items() if value or name not in ("group", "columns")}
 
     @property
     def without_cache(self) -> TablePlacement:
@@ -133,6 +139,32 @@ def groups_of(places: Mapping[str, tuple[str, str, bool]]) -> dict[str, str]:
     return {table: f"{place[0]} ({kinds[place]})" if kinds[place] else place[0] for table, place in places.items()}
 
 
+def even_columns(dim: int, count: int) -> tuple[int, ...]:
+    """Return the columns of so many blocks, multiples of 4, as even as these can be; the wider ones first.
+
+    >>> even_columns(128, 2), even_columns(100, 2)
+    ((64, 64), (52, 48))
+    """
+    each, wider = divmod(dim // COLUMN_MULTIPLE, count)
+    return tuple(COLUMN_MULTIPLE * (each + (block < wider)) for block in range(count))
+
+
+def columns_problem(columns: Sequence[int], dim: int, count: int | None = None) -> str:
+    """Return the problem of blocks of so many columns, `count` of them or any number; empty for sound ones.
+
+    >>> columns_problem((64, 32), dim=100)
+    'columns: got [64, 32], 96 in all; needed 100, the columns of the table.'
+    """
+    got = f"columns: got {list(columns)}"
+    if count is not None and len(columns) != count:
+        return f"{got}; needed {count}: one width for each block of columns on its ranks."
+    if min(columns) < LEAST_COLUMNS or any(each % COLUMN_MULTIPLE for each in columns):
+        return f"{got}; needed multiples of {COLUMN_MULTIPLE} from {LEAST_COLUMNS} on: FBGEMM is slow on narrower rows."
+    if sum(columns) != dim:
+        return f"{got}, {sum(columns)} in all; needed {dim}, the columns of the table."
+    return f"{got}, which are equal: ranks alone say that. Leave columns out." if len(set(columns)) == 1 else ""
+
+
 def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     """Return the shards of a table in TorchRec's order; none for a replicated one.
 
@@ -146,12 +178,16 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     if table.sharding == "data_parallel":
         return ()
     row_blocks, column_blocks = SHARDING_TYPES[table.sharding].blocks(len(table.ranks), ranks_per_node)
-    if table.dim % (column_blocks * COLUMN_MULTIPLE):
+    if table.columns:
+        if problem := columns_problem(table.columns, table.dim, column_blocks):
+            raise ShardingError(f"table {table.table!r}: {problem}")
+    elif table.dim % (column_blocks * COLUMN_MULTIPLE):
         raise ShardingError(
             f"table {table.table!r}: {table.dim} columns cannot be cut into {column_blocks} equal shards of a multiple "
-            f"of {COLUMN_MULTIPLE} columns each. Give it fewer ranks, or another sharding type."
+            f"of {COLUMN_MULTIPLE} columns each. Give it fewer ranks, another type, or columns that differ."
         )
-    columns = table.dim // column_blocks
+    columns = table.columns or (table.dim // column_blocks,) * column_blocks
+    first_columns = list(itertools.accumulate(columns, initial=0))
     block = -(-table.rows // row_blocks)  # all row blocks but the last ones are full
     starts = [min(number * block, table.rows) for number in range(row_blocks + 1)]
     return tuple(
@@ -159,9 +195,9 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
             table.table,
             rank,
             rows=starts[number % row_blocks + 1] - starts[number % row_blocks],
-            columns=columns,
+            columns=columns[number // row_blocks],
             first_row=starts[number % row_blocks],
-            first_column=number // row_blocks * columns,
+            first_column=first_columns[number // row_blocks],
         )
         for number, rank in enumerate(table.ranks)
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from embershard.cache.statistics import CacheReport
 from embershard.commands.plan.inputs import make_workload
@@ -36,6 +37,7 @@ from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.trainer import Trainer
 from tests.ranks import planned
 from tests.ranks.workers import RankPool
+from tests.small_runs import small_model
 from tests.unit.sharding.plans import make_plan, ranks_for
 
 BAGS = {"one-hot": (), "MLPerf": MLPERF_BAG_SIZES}
@@ -48,7 +50,7 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 class Case:
     """A run to predict. ``scale`` is that of the data's row counts, ``num_samples`` are those of an epoch. Tables of at
     most ``replicate_rows`` have a copy on every rank. A step has ``accumulate`` pieces; caches have a slot for one of
-    ``rows_per_slot`` rows."""
+    ``rows_per_slot`` rows. Tables have ``dim`` columns, in blocks of ``columns`` where these differ."""
 
     sharding: str = "row_wise"
     exchange: ExchangeChoice = "rows"
@@ -59,6 +61,8 @@ class Case:
     replicate_rows: int = 0
     accumulate: int = 1
     rows_per_slot: int = 2
+    dim: int = planned.DIM
+    columns: tuple[int, ...] = ()
 
     @property
     def data(self) -> DataConfig:
@@ -70,7 +74,8 @@ class Case:
         """The settings of the run; to be planned for without a plan."""
         sharding = ShardingConfig(plan=str(plan)) if plan else ShardingConfig(exchange=self.exchange)
         train = TrainConfig(batch_size=self.batch_size, max_steps=STEPS, device="cpu", accumulate=self.accumulate)
-        return planned.make_config(None, data=self.data, train=train, sharding=sharding)
+        parts = {"data": self.data, "train": train, "sharding": sharding, "model": small_model(self.dim)}
+        return planned.make_config(None, **parts)
 
 
 @lru_cache(maxsize=4)
@@ -86,16 +91,19 @@ def workload_of(case: Case, world_size: int, local: int) -> Workload:
     return make_workload(case.config(), statistics, world_size, ranks_per_node=local, device="cpu")
 
 
-def plan_of(case: Case, world_size: int, ranks_per_node: int | None = None) -> Plan:
-    """Every table with this sharding type, in a cache of half its rows or more, and a prediction."""
+def plan_of(
+    case: Case, world_size: int, ranks_per_node: int | None = None, ranks: tuple[int, ...] | None = None
+) -> Plan:
+    """Every table with this sharding type, in a cache of half its rows or more, and a prediction; on these ranks."""
     local = ranks_per_node or world_size
     workload = workload_of(case, world_size, local)
     tables = []
     for number, size in enumerate(workload.model.tables):
         has_copies = size.rows <= case.replicate_rows
         sharding, kernel = ("data_parallel", "replicated") if has_copies else (case.sharding, "cached")
-        ranks = ranks_for(sharding, number, world_size, local, column_shards=2)
-        placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, sharding, kernel, ranks)  # type: ignore[arg-type]
+        own = ranks or ranks_for(sharding, number, world_size, local, column_shards=len(case.columns) or 2)
+        kinds: Any = (sharding, kernel, own)
+        placed = TablePlacement(size.table, size.rows, size.dim, size.dtype, *kinds, columns=case.columns)
         tables.append(workload.with_exchange(placed))
     pools = tuple(pool.with_slots(max(1, -(-pool.rows // case.rows_per_slot))) for pool in pools_of(tables, local))
     rates: Rates = load_topology("cpu").rates_for(world_size)

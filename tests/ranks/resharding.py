@@ -50,6 +50,8 @@ class Layout:
         precision: of the dense layers.
         steps: of the run.
         host_dtype: of the cached rows in host memory; none of int8 is full.
+        columns: of the blocks of every table, where they differ.
+        dim: of every table.
     """
 
     sharding: str = "row_wise"
@@ -63,6 +65,8 @@ class Layout:
     precision: str = "fp32"
     steps: int = STEPS
     host_dtype: str = "fp32"
+    columns: tuple[int, ...] = ()
+    dim: int = DIM
 
 
 def write_samples(path: Path) -> None:
@@ -81,7 +85,7 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
     for number, (name, rows) in enumerate(ROWS.items()):
         ranks = ranks_for(layout.sharding, number, world_size, ranks_per_node, column_shards=2)
         how: Any = layout.sharding, layout.kernel, ranks, layout.exchange
-        tables.append(TablePlacement(f"t_{name}", rows, DIM, "fp32", *how))
+        tables.append(TablePlacement(f"t_{name}", rows, layout.dim, "fp32", *how, columns=layout.columns))
     plan = make_plan(tables, world_size, ranks_per_node, batch_size=BATCH // world_size)
     pools = tuple(pool.with_slots(max(1, int(pool.rows * layout.ratio))) for pool in pools_of(tables, ranks_per_node))
     path = folder / f"plan_{here().rank}.json"
@@ -103,7 +107,7 @@ def make_config(layout: Layout, folder: Path, world_size: int, ranks_per_node: i
             num_workers=0,
             parquet=ParquetConfig(dense=("age",), sparse=tuple(ROWS), num_rows=tuple(ROWS.values()), id_mapping="none"),
         ),
-        model=small_model(DIM),
+        model=small_model(layout.dim),
         cache=cache,
         look_ahead=LookAheadConfig(layout.lookahead, 1),
         sharding=sharding,

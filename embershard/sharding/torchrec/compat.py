@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorBase
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -49,6 +51,19 @@ def with_int32_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         length_per_key=features.length_per_key_or_none(),
         inverse_indices=features.inverse_indices_or_none(),
     )
+
+
+def with_own_columns(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let TorchRec load tables whose blocks of columns differ, before its own hook does: that gives each rank's rows
+    the columns of the first shard of all. In its place comes the rank's own."""
+    for name, value in state_dict.items():
+        if not name.startswith(prefix) or not isinstance(value, ShardedTensor) or not value.local_shards():
+            continue
+        shards, own = value.metadata().shards_metadata, value.local_shards()[0].metadata
+        if own.shard_sizes[1:] != shards[0].shard_sizes[1:]:
+            first = EnumerableShardingSpec([own, *(each for each in shards if each != own)])
+            made: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata
+            state_dict[name] = made(value.local_shards(), value.metadata(), first)
 
 
 def lookups_of(module: Any) -> Iterator[Any]:

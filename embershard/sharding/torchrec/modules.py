@@ -29,7 +29,7 @@ from embershard.cache import loops
 from embershard.distributed.changed_rows import NO_ID
 from embershard.errors import ConfigError, IdOutOfRangeError
 from embershard.known_bounds import ANY_ID, bounds_of
-from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported
+from embershard.sharding.torchrec.compat import as_keyed_jagged, lookups_of, supported, with_own_columns
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.lookups import (
     PERMUTED_SHARDINGS,
@@ -201,6 +201,7 @@ class CachedModule:
             lookup.flush()
         if module._states_beside is not None:
             module._states_beside.take_from(state_dict, prefix)
+        with_own_columns(module, state_dict, prefix)
         # TorchRec's hook of a collection for sequences reads every table out of the state dict, there or not.
         there = {name.rpartition(".")[0].rpartition(".")[2] for name in state_dict if name.startswith(prefix)}
         shards = module._model_parallel_name_to_local_shards

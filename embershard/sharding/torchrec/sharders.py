@@ -26,6 +26,7 @@ from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Exchange, Shard, empty_group_problem
+from embershard.sharding.torchrec.compat import with_own_columns
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
@@ -363,6 +364,8 @@ class _FromSeed:
         """
         check_groups(module, params, torch.device(device or "cpu").type)
         sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
+        before = sharded._register_load_state_dict_pre_hook(with_own_columns, with_module=True)
+        sharded._load_state_dict_pre_hooks.move_to_end(before.id, last=False)
         if self._init_seed is not None:
             write_initial_weights(sharded, CounterInit.of_module(module, self._init_seed))
         return sharded

@@ -159,8 +159,25 @@ def of_two_speeds(seed: int) -> PlanRequest:
     return replace(request, workload=replace(request.workload, shape=shape), rates=(own,) * local + (other,) * local)
 
 
+def of_unequal_columns(seed: int) -> PlanRequest:
+    """Two tables of columns that two ranks cannot share evenly, or can; ranks of as much memory and speed, or not."""
+    request, rng = (on_two_ranks, of_two_speeds)[seed % 2](3 * (seed // 2)), np.random.default_rng(seed)
+    dims = (100, int(rng.choice([16, 68, 72, 76, 96])))
+    sizes = request.workload.model.tables
+    tables = tuple(replace(size, dim=dim) for size, dim in zip(sizes, dims, strict=True))
+    # With "auto" an equal cut may exchange rows, and unequal ones, which a search then has no more of, may not.
+    shape = replace(request.workload.shape, exchange="pooled")
+    workload = replace(request.workload, model=replace(request.workload.model, tables=tables), shape=shape)
+    budget, taken = request.budget, sum(size.rows * (4 * size.dim + 4) for size in tables)
+    if seed % 3 == 0:
+        least = 400_000 + round(float(rng.uniform(0.2, 0.4)) * taken)
+        budget = Budget(device_bytes=2 * least, less_bytes=(0, least))
+    return replace(request, workload=workload, budget=budget, types=["table_wise", "column_wise"])
+
+
 #: Numbers of tasks of each kind.
 NUM_TASKS = {
+    of_unequal_columns: 60,
     of_two_speeds: 90,
     on_two_ranks: 200,
     on_shared_cores: 100,
@@ -170,11 +187,15 @@ NUM_TASKS = {
 }
 
 
-def every_plan(request: PlanRequest) -> Iterator[float]:
+#: Kinds whose tables are cut into all columns that a plan's file can say; of the others into as many on each rank.
+_ALL_COLUMNS = {of_unequal_columns}
+
+
+def every_plan(request: PlanRequest, *, all_columns: bool = False) -> Iterator[float]:
     """Yield the seconds of a step of all placements that fit: all sharding types, widths and ranks, with caches and
     without. Where blocks of rows are alike, ranks are, too: then each is counted under one numbering."""
     is_alike = request.workload.data.trace is None and isinstance(request.rates, Rates)
-    own = [list(_placements(request, table)) for table in request.sharded]
+    own = [list(_placements(request, table, all_columns)) for table in request.sharded]
     for tables in itertools.product(*own):
         if is_alike and not _is_in_order(tables):
             continue
@@ -185,7 +206,15 @@ def every_plan(request: PlanRequest) -> Iterator[float]:
             yield found.step_seconds
 
 
-def _placements(request: PlanRequest, table: TableSize) -> Iterator[TablePlacement]:
+def _cuts(dim: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to cut columns into so many blocks, in order; equal ones as plans have them."""
+    widths = range(LEAST_COLUMNS, dim, COLUMN_MULTIPLE)
+    for first in itertools.product(widths, repeat=count - 1):
+        if (last := dim - sum(first)) in widths:
+            yield (*first, last) if len({*first, last}) > 1 else ()
+
+
+def _placements(request: PlanRequest, table: TableSize, all_columns: bool) -> Iterator[TablePlacement]:
     ranks = range(request.workload.shape.world_size)
     if request.may_be_copied(table):
         yield TablePlacement(table.table, table.rows, table.dim, table.dtype, COPIES, "replicated", ())
@@ -193,7 +222,10 @@ def _placements(request: PlanRequest, table: TableSize) -> Iterator[TablePlaceme
         counts = [1] if name == "table_wise" else [len(ranks)]
         if name == "column_wise":
             counts = range(2, len(ranks) + 1)
-            counts = [n for n in counts if table.dim % (n * COLUMN_MULTIPLE) == 0 and table.dim // n >= LEAST_COLUMNS]
+            if not all_columns:
+                counts = [
+                    n for n in counts if table.dim % (n * COLUMN_MULTIPLE) == 0 and table.dim // n >= LEAST_COLUMNS
+                ]
         places = [chosen for count in counts for chosen in itertools.combinations(ranks, count)]
         if SHARDING_TYPES[name].rows_over == "node":
             local = request.workload.shape.ranks_per_node
@@ -203,7 +235,10 @@ def _placements(request: PlanRequest, table: TableSize) -> Iterator[TablePlaceme
             places = [tuple(ranks)] if cut else [] if wide else nodes
         for kernel in ("cached", "device"):
             for chosen in places:
-                yield TablePlacement(table.table, table.rows, table.dim, table.dtype, name, kernel, chosen)  # type: ignore[arg-type]
+                cuts = _cuts(table.dim, len(chosen)) if all_columns and name == "column_wise" else [()]
+                for cut in cuts:
+                    size = table.table, table.rows, table.dim, table.dtype
+                    yield TablePlacement(*size, name, kernel, chosen, columns=cut)  # type: ignore[arg-type]
 
 
 def _is_in_order(tables: Sequence[TablePlacement]) -> bool:
@@ -238,9 +273,9 @@ class Tried:
         return "" if self.best * (1 - 1e-9) <= self.found else "a plan that is not among all"
 
 
-def tried(request: PlanRequest) -> Tried:
+def tried(request: PlanRequest, *, all_columns: bool = False) -> Tried:
     """Try every plan of a task."""
-    seconds, bound = list(every_plan(request)), PlanSearch(request).bound()
+    seconds, bound = list(every_plan(request, all_columns=all_columns)), PlanSearch(request).bound()
     try:
         candidate = best_candidate(request)
         found, bound = candidate.step_seconds, candidate.bound
@@ -260,7 +295,7 @@ def main() -> int:
     for make in (kinds[name] for name in options.kinds):
         of_kind = []
         for seed in range(options.first, min(NUM_TASKS[make], options.first + options.tasks)):
-            of_kind.append(tried(make(seed)))
+            of_kind.append(tried(make(seed), all_columns=make in _ALL_COLUMNS))
             if of_kind[-1].problem:
                 num_wrong += 1
                 print(f"{make.__name__} {seed}: {of_kind[-1].problem}", flush=True)

@@ -12,7 +12,7 @@ from embershard.planning import cost_arrays as module
 from embershard.planning.cost_arrays import CostArrays, Option, cost_arrays
 from embershard.planning.local_search import Placed
 from embershard.planning.make_plan import PlanSearch, _worth_sizing
-from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest, column_block
+from embershard.planning.request import LEAST_COLUMNS, Budget, PlanRequest
 from embershard.sharding.shards import TablePlacement
 from tests.unit.planning.requests import make_request
 
@@ -140,8 +140,15 @@ def test_costs_are_worked_out_once(monkeypatch):
 @pytest.mark.parametrize("dim", [32, 36, 64, 80, 96, 100, 128, 160, 200, 256, 1024])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_columns_are_cut_as_a_plan_can_say(dim, world_size):
-    """All shards alike and not narrow."""
-    block = column_block(dim, world_size)
-    assert dim % block == 0
-    assert block % 4 == 0
-    assert block >= min(dim, LEAST_COLUMNS)
+    """Shards as alike as multiples of 4 can be, and not narrow, on 2 ranks up to all."""
+    request = make_request(rows=(500,), dims=(dim,), world_size=world_size)
+    cuts = request.column_cuts(request.sharded[0], "column_wise")
+    most = min(world_size, dim // LEAST_COLUMNS)
+    assert [len(cut) for cut in cuts] == (list(range(2, most + 1)) or [1])
+    for cut in cuts:
+        assert sum(cut) == dim
+        assert max(cut) - min(cut) <= 4
+        assert not any(columns % 4 for columns in cut)
+        assert min(cut) >= min(dim, LEAST_COLUMNS)
+    evenly = make_request(rows=(500,), dims=(dim,), world_size=world_size, exchange="rows")
+    assert evenly.column_cuts(evenly.sharded[0], "column_wise") == ([c for c in cuts if len({*c}) == 1] or [(dim,)])

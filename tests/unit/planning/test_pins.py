@@ -129,8 +129,9 @@ def test_a_pin_says_what_is_wrong_with_it(values, said):
 
 @pytest.mark.slow
 def test_every_field_of_a_pin_is_compared_with_a_plan_but_for_slots():
-    assert {field.name for field in dataclasses.fields(TablePin)} == {"type", "ranks", "kernel", "slots"}
+    assert {field.name for field in dataclasses.fields(TablePin)} == {"type", "ranks", "kernel", "columns", "slots"}
     table = planned(ROOMY).tables[0]
     assert TablePin(kernel="cached").problem(table) == "its kernel is 'device' and pinned to 'cached'"
     assert "its type is" in TablePin(type="grid_shard").problem(table)
     assert "its ranks is" in TablePin(ranks=(9,)).problem(table)
+    assert TablePin(columns=(64, 32)).problem(table) == "its columns is () and pinned to (64, 32)"

@@ -25,6 +25,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from embershard.errors import ShardingError
 from embershard.sharding.plan import Plan
@@ -155,7 +156,9 @@ def placements_of(
             is_replicated = param.sharding_type == REPLICATED
             kernel: Any = "replicated" if is_replicated else _OUR_KERNELS[param.compute_kernel]
             rows, dim, dtype = tables[name]
-            placement: Any = (name, rows, dim, dtype, param.sharding_type, kernel, ranks, "pooled", groups[name])
+            widths = tuple({shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}.values())
+            own: Any = (ranks, "pooled", groups[name], widths if len(set(widths)) > 1 else ())
+            placement: Any = (name, rows, dim, dtype, param.sharding_type, kernel, *own)
             placements.append(TablePlacement(*placement))
     return tuple(sorted(placements, key=lambda placement: placement.table))
 
@@ -236,6 +239,11 @@ def _check_sharder(placement: TablePlacement, sharder: ModuleSharder, device_typ
         raise ShardingError(
             f"table {placement.table!r}: {type(sharder).__name__} has no sharding {placement.sharding!r}, only "
             f"{', '.join(known)}"
+        )
+    if placement.columns and issubclass(sharder.module_type, EmbeddingCollection):
+        raise ShardingError(
+            f"table {placement.table!r}: columns: got {list(placement.columns)}; TorchRec cuts sequences into "
+            "equal blocks only. Leave columns out of the plan, or place the table otherwise"
         )
     if cached and placement.kernel == "cached" and not has_cache(sharder):
         raise ShardingError(
