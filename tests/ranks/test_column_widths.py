@@ -61,6 +61,7 @@ UNEQUAL = Layout("column_wise", dim=96, columns=(64, 32), ratio=0.3, steps=STEPS
 OTHERS = {
     "equal": dataclasses.replace(UNEQUAL, columns=()),
     "swapped": dataclasses.replace(UNEQUAL, columns=(32, 64)),
+    "resident": dataclasses.replace(UNEQUAL, kernel="device"),  # TorchRec's own modules
     "whole": dataclasses.replace(UNEQUAL, columns=(), sharding="table_wise"),
 }
 
