@@ -40,6 +40,7 @@ from embershard.pipeline.staged_batch import IdExchange, StagedBatch, Streams, W
 from embershard.pipeline.worker import CacheWorker, PrefetchDepth, WorkerTrial
 from embershard.sharding.memory_model import MAX_KNOWN_BYTES, known_together
 from embershard.sharding.torchrec import cached_embeddings
+from embershard.sharding.torchrec.compat import name_work_for_profilers_only
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.units import size
 
@@ -107,6 +108,7 @@ class LookAheadPipeline:
             raise ConfigError(
                 f"got micro_batches={micro_batches}, lookahead={lookahead}; needed 1 <= micro_batches <= lookahead"
             )
+        name_work_for_profilers_only()
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
         self._known_together = known_together(lookahead)

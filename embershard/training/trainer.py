@@ -99,6 +99,7 @@ class Trainer(Training):
         self.state = RunState(config, self.source, self.model, self.optimizers, ranks, identity)
         for part in self.parts:
             part.after_build()
+        self._draws_masks = config.model.drops
         self._arithmetic = ExitStack()  # until `close`: threads beside the training compute, too
         self._arithmetic.enter_context(arithmetic(config.train, ranks.device))
 
@@ -196,7 +197,7 @@ class Trainer(Training):
         return whole
 
     def _forward(self, batch: Batch, micro_batch: int = 0) -> tuple[Tensor, Predicted]:
-        if self.config.model.drops:
+        if self._draws_masks:
             seed_masks(self.config.train.seed, self.steps + self.optimizers.steps_before, self.ranks.rank, micro_batch)
         with stage("forward"), autocast(self.config.train, self.ranks.device):
             loss, (_, outputs, labels) = self.model(batch)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.autograd import profiler
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorBase
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +19,18 @@ def supported(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Return those of `arguments` that `function` of this TorchRec version takes."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
+
+
+def name_work_for_profilers_only() -> None:
+    """Let TorchRec's modules name their work while a profiler runs, and not else: 16 names of a step take 6 to 17 us of
+    the thread that trains, each, whether or not anybody reads them. Traces have the names that they had."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchrec.") and getattr(module, "record_function", None) is profiler.record_function:
+            module.record_function = _named_work  # type: ignore[attr-defined]
+
+
+def _named_work(name: str, args: str | None = None) -> AbstractContextManager[Any]:
+    return profiler.record_function(name, args) if profiler._is_profiler_enabled else nullcontext()
 
 
 def as_keyed_jagged(features: Any) -> KeyedJaggedTensor:
