@@ -24,6 +24,7 @@ from embershard.launch.arguments import (
     whole,
 )
 from embershard.launch.screen import progress_bar, say, wide_console
+from embershard.planning.cost.topology import load_topology
 from embershard.sharding.plan import Plan
 from embershard.units import parse_bytes
 
@@ -103,9 +104,13 @@ def _write(found: Replan, arguments: argparse.Namespace) -> None:
 
 
 def _within_limits_of(arguments: argparse.Namespace, old: Plan) -> argparse.Namespace:
-    """Return the arguments of `embershard plan` for a plan within the old one's limits."""
+    """Return the arguments of `embershard plan` for a plan within the old one's limits, and on the devices that there
+    are now."""
+    machine = load_topology(arguments.topology)
+    devices = machine.memory_of_ranks(old.world_size) or (machine.device_memory_bytes,) * old.world_size
+    limits = [min(limit, device or limit) for limit, device in zip(old.device_limits, devices, strict=False)]
     values = {
-        "device_memory": list(old.device_limits) or None,
+        "device_memory": limits or None,
         "host_memory": old.host_memory_bytes,
         "ranks_per_node": old.ranks_per_node,
         "price": None,

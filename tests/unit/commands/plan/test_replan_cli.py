@@ -222,3 +222,16 @@ def test_what_no_option_can_be_is_refused(files: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         cli.main(given(files, option))
     assert f"argument {option.partition('=')[0]}: got " in capsys.readouterr().err
+
+
+def test_devices_that_are_smaller_now_are_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A placement cannot stay where its rows do not fit any more, whatever its plan's limits were."""
+    (tmp_path / "t.toml").write_text(TABLES.replace("4_000_000", "60_000_000"))
+    words = ["--tables", str(tmp_path / "t.toml"), "--effort", "0.03"]
+    kept = ["--set", "cache.enabled=false"]
+    old = tmp_path / "old.json"
+    assert cli.main(["plan", *words, *kept, "--topology", "h100x2", "--ranks", "2", "--types", "table_wise",
+                     "-o", str(old)]) == 0  # fmt: skip
+    text = refused(capsys, ["plan", "replan", str(old), *words, *kept, "--topology", "l4x2"])
+    assert re.search(r"rank \d .*may use .*are missing\. It cannot stay\. Plan anew", text), text
+    assert cli.main(["plan", "replan", str(old), *words, *kept, "--topology", "h200x2"]) == 0
