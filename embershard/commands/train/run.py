@@ -256,7 +256,8 @@ def _next_run(trainer: Trainer, is_cached: bool) -> tuple[str, str]:
     """Return what to compare a run with, and the arguments for that."""
     config = trainer.config
     mode = config.sharding.mode
-    if config.data.has_ids:
+    tables = () if trainer.plan is None or not is_cached else trainer.plan.tables
+    if config.data.has_ids or any(each.kernel == "replicated" for each in tables):  # which need a cache to train so
         other = "lfu" if config.cache.policy == "lru" else "lru"
         return f"with another policy of the cache, {other} (same losses)", f"--set cache.policy={other}"
     if mode == "hot_cold":
