@@ -104,7 +104,9 @@ def series_of(
     asks, is_free = asks_for_batches(arguments), arguments.target is not None and arguments.ranks is None
     for setup in setups:
         per_node = setup.arguments.ranks_per_node or setup.topology.ranks_per_node
-        numbers = numbers_of_ranks(per_node, MOST_RANKS) if is_free else ranks
+        of_kinds = setup.topology.memory_of_ranks(setup.topology.world_size)  # a mix of them has its own number
+        free = [len(of_kinds)] if of_kinds else numbers_of_ranks(per_node, MOST_RANKS)
+        numbers = free if is_free else ranks
         pieces = setup.config.train.accumulate
         for ratio in ratios:
             for batch in batches_of(setup) if asks else [None]:

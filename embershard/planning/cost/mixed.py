@@ -88,23 +88,28 @@ def mixed(name: str, parts: Sequence[Topology]) -> Topology:
     Raises:
         ConfigError: numbers of ranks of a node differ, a part is a CPU, or its rates are calibrated.
     """
+    if any(part.device != "cuda" for part in parts):
+        raise ConfigError(f"Topology {name}: got a CPU among its parts, needed GPUs, whose ranks share no cores.")
     local = list(dict.fromkeys(part.ranks_per_node for part in parts))
     if len(local) > 1:
         raise ConfigError(
             f"Topology {name}: got nodes of {' and of '.join(map(str, local))} ranks, needed as many on each: torchrun "
             "starts as many on every node."
         )
-    if any(part.device != "cuda" for part in parts):
-        raise ConfigError(f"Topology {name}: got a CPU among its parts, needed GPUs, whose ranks share no cores.")
     if any(part.rates for part in parts):
         raise ConfigError(
             f"Topology {name}: a part has calibrated rates, which are of one machine; needed datasheets'."
         )
+    nodes = sum(part.num_nodes for part in parts)
+    if all(
+        replace(part, name=name, num_nodes=nodes) == replace(parts[0], name=name, num_nodes=nodes) for part in parts
+    ):
+        return replace(parts[0], name=name, num_nodes=nodes)  # of one kind
     own = {each.name: getattr(parts[0], each.name) for each in fields(Topology)}
     own |= {
         "name": name,
         "source": "; ".join(dict.fromkeys(part.source for part in parts)),
-        "num_nodes": sum(part.num_nodes for part in parts),
+        "num_nodes": nodes,
         "host_memory_bytes": min(part.host_memory_bytes for part in parts),
         "device_memory_bytes": max(part.device_memory_bytes or 0 for part in parts),
     }

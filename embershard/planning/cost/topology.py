@@ -321,6 +321,8 @@ def load_topology(name: str, files: Sequence[str | Path] = ()) -> Topology:
         ConfigError: no such name, or a file cannot be read or is malformed.
     """
     if "+" in name:
+        if not all(name.split("+")):
+            raise ConfigError(f"Topology {name}: got nothing on a side of +, needed nodes, as in h100x8+a100-80x8.")
         parts = [load_topology(part, files) for part in name.split("+")]
         mixed: Topology = named("embershard.planning.cost.mixed:mixed")(name, parts)
         return mixed

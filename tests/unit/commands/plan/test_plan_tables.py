@@ -155,6 +155,15 @@ def test_several_ranks_are_compared(file, capsys):
     assert "ranks" in capsys.readouterr().out
 
 
+def test_a_mix_of_machines_has_its_own_number_of_ranks_in_a_search(file, capsys):
+    """And does not keep others from being tried at all of theirs."""
+    machines = ("--topology", "h100x2+l4x2,h100x4", "--price", "3,2", "--effort", "0.03")
+    assert cli.main(["plan", "--tables", str(file), "--target", "20k/s", *machines]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"20,000 samples/s take (\d+) ranks? of ", said), said
+    assert "4 ranks of h100x2+l4x2: " in said
+
+
 @pytest.mark.matrix
 def test_machines_for_a_target_are_named_with_what_they_cost(file, capsys):
     machines = ("--topology", "h200x8,a10x4", "--price", "3.5,1.25")
