@@ -269,9 +269,10 @@ class PlanRequest:
         return self._even_cuts(table, most) or [(table.dim,)]
 
     def _even_cuts(self, table: TableSize, most: int) -> list[tuple[int, ...]]:
+        """Return the equal cuts into up to so many blocks; where there are none, the most even ones."""
         counts = range(2, min(most, table.dim // LEAST_COLUMNS) + 1) if table.dim % COLUMN_MULTIPLE == 0 else ()
         cuts = [even_columns(table.dim, count) for count in counts]
-        return [cut for cut in cuts if cut[0] == cut[-1] or self.may_be_uneven(table)]
+        return [cut for cut in cuts if cut[0] == cut[-1]] or (cuts if self.may_be_uneven(table) else [])
 
     def may_be_uneven(self, table: TableSize) -> bool:
         """Return whether blocks of a table's columns may differ: not of sequences, which TorchRec cuts evenly, nor of
