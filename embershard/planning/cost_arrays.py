@@ -41,8 +41,7 @@ _OF_STAGE = {"copies": ("write_backs", "fills")}
 #: batch; shards that exchange rows.
 MEMORY = ("fixed", "needed", "held", "batch", "by_rows")
 _FILLED = 0.93  # share of the memory that caches fill when tables are priced: shards have to be placed, too
-#: Slots of a table, relative to those in one cache over all ranks: more where its rank has little else.
-_LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)
+_LEVELS = (2.2, 1.5, 1.0, 0.82, 0.66, 0.52, 0.42, 0.33, 0.24)  # slots of a table, relative to those in one cache of all
 #: The most of a rank's memory that a table loses from one size to the next, as long as there are not so many sizes.
 _STEP, _MOST_SIZES = 0.04, 40
 #: Sizes of caches in the bound, which is lower by what a cache of the next size does better.

@@ -337,7 +337,7 @@ class _SearchState:
         if types is not None:
             ways = [part for way in ways if (part := way.of(types))] or ways
         for way in ways:
-            groups = np.array([counted if name in paid else counted + weight for name, weight in way.weights])
+            groups = np.array([counted if name in paid else counted + weight for name, weight in way.weights], float)
             values, ranks = self._prices(way, groups)
             if rng is not None:
                 values[rng.random(len(values)) < _OVERLOOKED] = math.inf

@@ -303,18 +303,19 @@ class PlanSearch:
         again = self._searched(begin, resident=not fastest[0].slots, seed=1)
         if any(map(request.may_be_copied, request.sharded)):
             best = min([*found, *again], key=lambda each: each.step_seconds)
-            begin = [best.tables, self._with_copies(best)]
+            begin = [best.tables, *(self._with_copies(best, factor) for factor in (1.0, math.inf))]
             again += self._searched(begin, resident=not best.slots, seed=2, copies=True)
         return again
 
-    def _with_copies(self, candidate: Candidate) -> tuple[TablePlacement, ...]:
-        """Return its tables with copies of those that are less work so, for all ranks together."""
+    def _with_copies(self, candidate: Candidate, factor: float) -> tuple[TablePlacement, ...]:
+        """Return its tables with copies of those that are then less than so many times the work, for all ranks
+        together."""
         costs, tables = self._costs if candidate.slots else self._costs_without_caches, []
         for number, placed in enumerate(each for each in candidate.tables if each.kernel != "replicated"):
             own = costs.options[number]
             copy = next((place for place, each in enumerate(own) if each.kernel == "replicated"), None)
             now = own[costs.options_of(placed)[0]].total_seconds.sum()
-            is_less = copy is not None and own[copy].total_seconds.sum() < now
+            is_less = copy is not None and own[copy].total_seconds.sum() < factor * now
             tables.append(costs.placement(number, copy, ()) if is_less and copy is not None else placed)
         return self._request.placed(tables)
 
