@@ -312,11 +312,11 @@ class PlanSearch:
         together."""
         costs, tables = self._costs if candidate.slots else self._costs_without_caches, []
         for number, placed in enumerate(each for each in candidate.tables if each.kernel != "replicated"):
-            own = costs.options[number]
-            copy = next((place for place, each in enumerate(own) if each.kernel == "replicated"), None)
-            now = own[costs.options_of(placed)[0]].total_seconds.sum()
-            is_less = copy is not None and own[copy].total_seconds.sum() < factor * now
-            tables.append(costs.placement(number, copy, ()) if is_less and copy is not None else placed)
+            own, known = costs.options[number], costs.options_of(placed)
+            copies = [place for place, each in enumerate(own) if each.kernel == "replicated"]
+            seconds = [own[each].total_seconds.sum() for each in (*known[:1], *copies)]  # as it is, and as a copy
+            is_less = len(seconds) == 2 and seconds[1] < factor * seconds[0]
+            tables.append(costs.placement(number, copies[0], ()) if is_less else placed)
         return self._request.placed(tables)
 
     def bound(self) -> Bound | None:
