@@ -184,7 +184,7 @@ def shards_of(table: TablePlacement, ranks_per_node: int) -> tuple[Shard, ...]:
     elif table.dim % (column_blocks * COLUMN_MULTIPLE):
         raise ShardingError(
             f"table {table.table!r}: {table.dim} columns cannot be cut into {column_blocks} equal shards of a multiple "
-            f"of {COLUMN_MULTIPLE} columns each. Give it fewer ranks, another type, or columns that differ."
+            f"of {COLUMN_MULTIPLE} columns each. Give it fewer ranks, another sharding type, or columns that differ."
         )
     columns = table.columns or (table.dim // column_blocks,) * column_blocks
     first_columns = list(itertools.accumulate(columns, initial=0))

@@ -32,7 +32,7 @@ _HELP = """Is a new plan worth the rows that move? Compare a plan, under a new p
 
   embershard plan replan old.json --config run.toml --profile new.npz
   embershard plan replan old.json --config run.toml --profile new.npz \\
-      --topology h100x8 --storage 2GB/s --steps 100000 -o new.json
+      --topology h100x8 --storage 2GiB/s --steps 100000 -o new.json
 """
 #: Options of `embershard plan` that say which places and slots a plan may have.
 _OF_OLD = ("--types", "--replicate-rows", "--ratios")
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", default="cpu", metavar="M", help="the machine: h200x8, h100x8x4, cpu, a file")
     text = "until the next replan (default: of the run)"
     parser.add_argument("--steps", type=positive, metavar="N", help=text)
-    text = "of checkpoints, for each node: 2GB/s"
+    text = "of checkpoints, for each node: 2GiB/s"
     parser.add_argument("--storage", type=_rate, metavar="RATE", help=text)
     text = "what a stop and a resume took"
     parser.add_argument("--resume-seconds", type=partial(_number, most=1e9), metavar="S", help=text)
@@ -172,5 +172,5 @@ def _number(text: str, most: float) -> float:
 def _rate(text: str) -> int:
     value = parse_bytes(text.removesuffix("/s"))
     if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed bytes a second, for instance 2GB/s")
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed bytes a second, for instance 2GiB/s")
     return value

@@ -259,7 +259,7 @@ def _storage(request: PlanRequest, given: float | None, resume_seconds: float | 
         )
     return None, (
         "What a stop and a resume take is not told: the topology has no rate of a disk. Give that of the folder of "
-        "checkpoints (--storage 2GB/s), or what your last resume took (--resume-seconds 300)."
+        "checkpoints (--storage 2GiB/s), or what your last resume took (--resume-seconds 300)."
     )
 
 

@@ -319,7 +319,7 @@ EDITS = [
         {f"{place}.sharding": "table_row_wise" for place in ("tables.0", "pools.0", "pools.1")}),
     Edit({"tables.1": {**_CUT, "ranks": [0, 1]}}, "Give it (fewer ranks)",
         {"tables.1": _CUT, "pools.2": {**_OF_ITEM, "sharding": "column_wise", "dim": 4}}),
-    Edit({"tables.1": {**_CUT, "ranks": [0, 1]}}, "or (another sharding type)", {}),
+    Edit({"tables.1": {**_CUT, "ranks": [0, 1]}}, "ranks, (another sharding type)", {}),
     Edit({"tables": [_LARGE]}, "(cut them by rows)", {
         "tables": [{**_USER, "rows": _LARGE["rows"], "exchange": "rows"}], "pools": _POOLS[:2],
     }),
