@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from embershard.cache.config import LEAST_SLOTS, MOST_POOL_ROWS
 from embershard.planning.cost import work
-from embershard.planning.cost.rates import TERMS, RankRates, Rates, StepWork, fastest, of_each
+from embershard.planning.cost.rates import TERMS, Rates, StepWork, fastest, of_each
 from embershard.planning.request import PlanRequest
 from embershard.planning.search_loops import FORMULA, Machine
 from embershard.planning.simulate.pool_report import ShardReport
@@ -326,7 +326,7 @@ def cost_arrays(request: PlanRequest, *, resident: bool, cached: bool, at_best: 
         host_limit=None if request.node_bytes is None else float(request.node_bytes),
         formula=_formula(request, stages, min if at_best else max),
         less_bytes=np.array([0.0 if slots_only else float(request.budget.less(r)) for r in range(shape.world_size)]),
-        slowdown=_slowdown(request.rates, shape.world_size, maker.done(sized, levels[-1]), at_best),
+        slowdown=maker.slowdown(sized, levels[-1]),
         ranks=tuple(None if (pin := request.pins.get(table.table)) is None else pin.ranks for table in sized),
         most_pool_rows=MOST_POOL_ROWS if num_rows > MOST_POOL_ROWS else None,
     )
@@ -343,29 +343,13 @@ def _stages_alone(request: PlanRequest, copies: Sequence[PlacedShard], at_best: 
         return stage_seconds([workload.rank_work(copies, reports, 0, own) for own in layers], kinds)
 
     stages = {name: float(each[0]) for name, each in seconds_of((fastest(request.rates),)).items()}
+    if isinstance(request.rates, Rates):
+        return stages
     own = seconds_of(tuple(dict.fromkeys(of_each(request.rates, workload.shape.world_size))))
     slowest = int((own["forward"] + own["backward"]).argmax())  # both are between two collectives
     stages |= {name: float(own[name][slowest]) for name in ("forward", "backward")}
     stages |= {name: float(own[name].max()) for name in ("overhead", "input", "all_reduce")}
     return stages | {"optimizer": float(own["optimizer"].min() if at_best else own["optimizer"].max())}
-
-
-def _slowdown(rates: RankRates, num_ranks: int, done: StepWork, at_best: bool) -> Floats:
-    """Return the seconds of each rank for the same work, relative to the fastest one's in each kind, [R, stages].
-
-    Args:
-        done: all work that depends on tables.
-        at_best: as if all of a stage's were of the kind in which a rank is fastest.
-    """
-    found, least = np.ones((num_ranks, len(STAGES))), fastest(rates)
-    for column, name in enumerate(() if rates is least else STAGES):
-        kinds = {kind for part in _OF_STAGE.get(name, (name,)) for kind in WORK_OF_STAGES[part]} - {"num_collectives"}
-        terms = [(getattr(done, kind), rate) for kind, rate, _ in TERMS if kind in kinds and getattr(done, kind)]
-        own = np.array([[amount * getattr(each, rate) for amount, rate in terms] for each in of_each(rates, num_ranks)])
-        best = np.array([amount * getattr(least, rate) for amount, rate in terms])
-        if (used := best > 0).any():
-            found[:, column] = (own[:, used] / best[used]).min(axis=1) if at_best else own.sum(axis=1) / best.sum()
-    return found
 
 
 def _without_worse(options: Sequence[Option]) -> list[Option]:
@@ -449,10 +433,24 @@ class _Options:
             found[slots] = self.reports(tables, slots)
         return [found[slots] for slots in sorted(found, reverse=True)]
 
-    def done(self, tables: Sequence[TableSize], reports: Sequence[ShardReport]) -> StepWork:
-        """Return the work of all tables, each whole on a rank, and of finding distinct ids where rows may travel."""
-        done = [self._workload.shard_work(*pair) for pair in zip(map(_whole, tables), reports, strict=True)]
-        return replace(StepWork.total(done), row_ids=float(self._shape.exchange != "pooled"))
+    def slowdown(self, tables: Sequence[TableSize], reports: Sequence[ShardReport]) -> Floats:
+        """Return the seconds of each rank for the same work, relative to the fastest one's in each kind, [R, stages];
+        for a bound as if all of a stage's work were of the kind in which a rank is fastest."""
+        rates, found = self._request.rates, np.ones((self._shape.world_size, len(STAGES)))
+        if isinstance(rates, Rates):
+            return found
+        of_tables = [self._workload.shard_work(*pair) for pair in zip(map(_whole, tables), reports, strict=True)]
+        done = replace(StepWork.total(of_tables), row_ids=float(self._shape.exchange != "pooled"))
+        for column, name in enumerate(STAGES):
+            stages = [WORK_OF_STAGES[part] for part in _OF_STAGE.get(name, (name,))]
+            kinds = set[str]().union(*stages) - {"num_collectives"}
+            terms = [(getattr(done, kind), rate) for kind, rate, _ in TERMS if kind in kinds and getattr(done, kind)]
+            own = np.array([[amount * getattr(each, rate) for amount, rate in terms] for each in rates])
+            best = np.array([amount * getattr(self._rates, rate) for amount, rate in terms])
+            if (used := best > 0).any():
+                by_kind = (own[:, used] / best[used]).min(axis=1)
+                found[:, column] = by_kind if self._at_best else own.sum(axis=1) / best.sum()
+        return found
 
     def slots(self, tables: Sequence[TableSize]) -> list[int]:
         """Return numbers of slots, of all ranks together: those that fill most of the memory, and shares of them."""

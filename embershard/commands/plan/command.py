@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar, get_args
 
@@ -150,15 +151,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def effort(text: str) -> float:
-    """Parse how many times as long a search takes."""
+def number_up_to(text: str, most: float) -> float:
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= _MOST_EFFORT:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed a number above 0, at most {_MOST_EFFORT}")
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"got {text!r}; needed a number above 0, at most {most:g}")
     return value
+
+
+#: Parses how many times as long a search takes.
+effort = partial(number_up_to, most=_MOST_EFFORT)
 
 
 def _names(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from embershard.commands.plan.command import effort, sharding_types
+from embershard.commands.plan.command import effort, number_up_to, sharding_types
 from embershard.commands.plan.run import read_setups, train_words
 from embershard.errors import ConfigError, EmbershardError
 from embershard.extras.replan.replan import Replan, replan
@@ -144,29 +144,19 @@ def _parser() -> argparse.ArgumentParser:
     text = "of checkpoints, for each node: 2GiB/s"
     parser.add_argument("--storage", type=_rate, metavar="RATE", help=text)
     text = "what a stop and a resume took"
-    parser.add_argument("--resume-seconds", type=partial(_number, most=1e9), metavar="S", help=text)
+    parser.add_argument("--resume-seconds", type=partial(number_up_to, most=1e9), metavar="S", help=text)
     text = "the run stops anyway: its stop costs nothing"
     parser.add_argument("--stops", action="store_true", help=text)
     text = "sharding types that may be used"
     parser.add_argument("--types", type=sharding_types, metavar="T[,T...]", help=text)
     text = "(of all three, default: the old plan's)"
     parser.add_argument("--replicate-rows", type=whole, default=0, metavar="N", help="as of plan")
-    parser.add_argument("--ratios", type=partial(_number, most=1.0), metavar="R", help=f"as of plan, one {text}")
+    parser.add_argument("--ratios", type=partial(number_up_to, most=1.0), metavar="R", help=f"as of plan, one {text}")
     parser.add_argument("--effort", type=effort, default=1.0, metavar="N", help="as of plan")
     parser.add_argument("--top", type=whole, default=8, metavar="N", help="tables to show")
     parser.add_argument("--take", type=whole, metavar="ROW", help="write this row, in place of the best")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the best plan goes")
     return parser
-
-
-def _number(text: str, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= most:
-        raise argparse.ArgumentTypeError(f"got {text!r}; needed a number above 0, at most {most:g}")
-    return value
 
 
 def _rate(text: str) -> int:

@@ -45,12 +45,12 @@ def test_no_plan_is_faster_than_the_bound(seed):
 @pytest.mark.slow
 def test_a_bound_as_if_a_rank_were_slower_is_above_plans(monkeypatch):
     """A negative control."""
-    slowdown = arrays._slowdown
-    monkeypatch.setattr(
-        arrays,
-        "_slowdown",
-        lambda *given: np.ascontiguousarray(3.0 * slowdown(*given)) if given[-1] else slowdown(*given),
-    )
+    slowdown = arrays._Options.slowdown
+
+    def slower(options: arrays._Options, *given: object) -> np.ndarray:
+        return (3.0 if options._at_best else 1.0) * slowdown(options, *given)
+
+    monkeypatch.setattr(arrays._Options, "slowdown", slower)
     problems = [tried(of_two_speeds(seed)).problem for seed in (0, 24)]
     assert all(problem.startswith("a bound of ") for problem in problems), problems
 
