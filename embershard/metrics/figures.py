@@ -18,9 +18,7 @@ from embershard.errors import ConfigError
 from embershard.settings.own_code import names_function
 from embershard.units import ShownTable, number
 
-if TYPE_CHECKING:  # settings know the names of figures, and load no torch
-    from torch import Tensor
-
+if TYPE_CHECKING:  # settings know the names of figures, and load neither numpy nor torch
     from embershard.metrics.ranking import Floats, GroupFigures
 
 Figures = dict[str, float | None]
@@ -37,13 +35,13 @@ class OfSums(NamedTuple):
         columns: what is summed, each [N], of outputs, labels and weights [N] of double precision. Outputs are
             probabilities of a binary label, and numbers of a regression; of classes, they are logits [N, C], and labels
             [N, C], too. Rows with the same function share the sums.
-        figure: of the sums.
+        figure: of the sums, each [R] of R draws of samples, or [1].
         is_defined: whether the sums have one.
     """
 
-    columns: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
-    figure: Callable[..., Tensor]
-    is_defined: Callable[..., Tensor] = lambda *sums: sums[-1] > 0
+    columns: Callable[[Floats, Floats, Floats], Sequence[Floats]]
+    figure: Callable[..., Floats]
+    is_defined: Callable[..., Any] = lambda *sums: sums[-1] > 0
 
 
 class OfPairs(NamedTuple):
@@ -112,44 +110,55 @@ class Metric:
         return any(isinstance(how, OfGroups) and how.has_place for how in self.of.values())
 
 
-def _entropies(p: Tensor, y: Tensor, w: Tensor) -> Sequence[Tensor]:
-    # Imported here: it loads torchmetrics, which takes half a second, and a run's first step need not wait for it.
-    from torchrec.metrics.ne import compute_cross_entropy
+def total(values: Floats) -> Floats:
+    """Return the sum of values [N], [1]: torch's, whose bits all figures have had."""
+    import torch
 
-    return compute_cross_entropy(y, p.clone(), w, ETA), w * y, w
-
-
-def _normalized(bits: Tensor, positive: Tensor, count: Tensor) -> Tensor:
-    from torchrec.metrics.ne import compute_ne
-
-    found: Tensor = compute_ne(bits, count, positive, count - positive, ETA)
-    return found
+    return torch.from_numpy(values).sum().numpy().reshape(1)
 
 
-def _of_classes(logits: Tensor, y: Tensor, w: Tensor) -> Sequence[Tensor]:
-    from torch.nn.functional import softplus  # the logits are of probabilities, whose sum is 1
+def _log2(values: Floats) -> Floats:
+    import torch
 
-    return w * (y * softplus(-logits)).sum(dim=1), w
+    return torch.from_numpy(values).log2().numpy()
 
 
-def _variances(p: Tensor, y: Tensor, w: Tensor) -> Sequence[Tensor]:
-    distance = y - (w * y).sum() / w.sum()  # of the labels' mean: squares of labels far from 0 would lose digits
+def _entropies(p: Floats, y: Floats, w: Floats) -> Sequence[Floats]:
+    p, positive = p.clip(ETA, 1 - ETA), w * y
+    return -positive * _log2(p) - w * (1 - y) * _log2(1 - p), positive, w
+
+
+def _normalized(bits: Floats, positive: Floats, count: Floats) -> Floats:
+    mean = (positive / count.clip(ETA)).clip(ETA, 1 - ETA)
+    return bits / (-positive * _log2(mean) - (count - positive) * _log2(1 - mean))
+
+
+def _of_classes(logits: Floats, y: Floats, w: Floats) -> Sequence[Floats]:
+    import torch
+
+    bits = torch.nn.functional.softplus(torch.from_numpy(-logits))  # the logits are of probabilities, whose sum is 1
+    return w * (torch.from_numpy(y) * bits).sum(dim=1).numpy(), w
+
+
+def _variances(p: Floats, y: Floats, w: Floats) -> Sequence[Floats]:
+    distance = y - total(w * y) / total(w)  # of the labels' mean: squares of labels far from 0 would lose digits
     return w * (p - y) ** 2, w * distance, w * distance**2, w
 
 
-def _r2(squared: Tensor, distance: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+def _r2(squared: Floats, distance: Floats, squares: Floats, count: Floats) -> Floats:
     return 1 - squared / count / (squares / count - (distance / count) ** 2)
 
 
-def _differ(squared: Tensor, distance: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+def _differ(squared: Floats, distance: Floats, squares: Floats, count: Floats) -> Any:
     return (count > 0) & (squares != distance**2 / count)
 
 
-def _root(total: Tensor, count: Tensor) -> Tensor:
-    return (total / count).apply_(math.sqrt)  # rounded as it should be: `Tensor.sqrt` may be a bit off
+def _root(total: Floats, count: Floats) -> Floats:
+    found: Floats = (total / count) ** 0.5  # numpy's `sqrt`, rounded as it should be: torch's may be a bit off
+    return found
 
 
-def _ratio(total: Tensor, count: Tensor) -> Tensor:
+def _ratio(total: Floats, count: Floats) -> Floats:
     return total / count
 
 
@@ -168,7 +177,7 @@ METRICS: dict[str, Metric] = {
     ),
     "mae": Metric(
         "MAE", ".5g", "held-out samples; mean distance from the labels",
-        {"regression": OfSums(lambda p, y, w: (w * (p - y).abs(), w), _ratio)},
+        {"regression": OfSums(lambda p, y, w: (w * abs(p - y), w), _ratio)},
         more_is_better=False, places=("slices", "closing", "page"),
     ),
     "r2": Metric(
@@ -192,7 +201,7 @@ METRICS: dict[str, Metric] = {
         "accuracy", ".1%", "how often the most probable class is right",
         {
             "binary": OfSums(lambda p, y, w: (w * ((p > 0.5) == (y > 0.5)), w), _ratio),
-            "multiclass": OfSums(lambda p, y, w: (w * (p.argmax(dim=1) == y.argmax(dim=1)), w), _ratio),
+            "multiclass": OfSums(lambda p, y, w: (w * (p.argmax(axis=1) == y.argmax(axis=1)), w), _ratio),
         },
         more_is_better=True, main_of=("multiclass",),
     ),

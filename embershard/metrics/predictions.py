@@ -19,9 +19,9 @@ from embershard.data import Batch, Target
 from embershard.data.schema import Task
 from embershard.distributed import Ranks, Supervision
 from embershard.metrics.config import MetricsConfig
-from embershard.metrics.figures import Figures, OfGroups, OfOwn, OfPairs, known_row, names_of
+from embershard.metrics.figures import Figures, OfGroups, OfOwn, OfPairs, known_row, names_of, total
 from embershard.metrics.own_metric import own_figure
-from embershard.metrics.ranking import GroupFigures, by_group, weighted_mean
+from embershard.metrics.ranking import Floats, by_group, weighted_mean
 
 
 class Predicted(NamedTuple):
@@ -81,6 +81,7 @@ class PredictionBuffer:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._width = 2 * len(target.labels) + (target.weight is not None)
         self._parts: list[Tensor] = []
 
     def add(self, predicted: Predicted) -> None:
@@ -95,13 +96,9 @@ class PredictionBuffer:
         """
         sizes = torch.tensor([len(part) for part in self._parts], dtype=torch.int64, device=ranks.device)
         batches = torch.arange(len(sizes), device=ranks.device).repeat_interleave(sizes)
-        gathered = ranks.all_gather_rows(self._mine(ranks))
+        gathered = ranks.all_gather_rows(torch.cat(self._parts or [torch.empty(0, self._width, device=ranks.device)]))
         order = ranks.all_gather_rows(batches).argsort(stable=True)
         return Predicted.of_columns(gathered[order].cpu(), self._target)
-
-    def _mine(self, ranks: Ranks) -> Tensor:
-        width = 2 * len(self._target.labels) + (self._target.weight is not None)
-        return torch.cat(self._parts or [torch.empty(0, width, device=ranks.device)])
 
 
 #: Samples of all ranks that a training report judges, at most: they take less than a millisecond of the thread that
@@ -124,6 +121,7 @@ class PredictionWindow(PredictionBuffer):
     def __init__(self, target: Target, world_size: int) -> None:
         super().__init__(target)
         self._most_of_batch = max(1, WINDOW_SAMPLES // _WINDOW_BATCHES // world_size)
+        self._most = self._most_of_batch * _WINDOW_BATCHES
         self._num_added = self._size = 0
 
     def add(self, predicted: Predicted) -> None:
@@ -133,12 +131,16 @@ class PredictionWindow(PredictionBuffer):
         super().add(predicted.take(slice(first, None, every)))
         self._num_added += 1
         self._size += len(self._parts[-1])
-        while self._size > self._most_of_batch * _WINDOW_BATCHES:
+        while self._size > self._most:
             self._size -= len(self._parts.pop(0))
 
     def quality(self, ranks: Ranks) -> Figures:
         """Return the figures over the samples of all ranks. Collective, with the same result everywhere."""
-        return judge(self._target, Predicted.of_columns(ranks.all_gather_rows(self._mine(ranks)).cpu(), self._target))
+        options: Any = {"dtype": torch.float32, "device": ranks.device}
+        size = torch.full((1, self._width), self._size, **options)  # a row of its own: one collective, and one wait
+        mine = torch.cat([size, *self._parts, torch.empty(self._most - self._size, self._width, **options)])
+        columns = [each[1 : 1 + int(each[0, 0])] for each in ranks.all_gather(mine).cpu().numpy()]
+        return judge(self._target, Predicted.of_columns(torch.from_numpy(np.concatenate(columns)), self._target))
 
 
 def judge(
@@ -181,44 +183,45 @@ def _judge_label(
     task: Task, predicted: Predicted, names: Iterable[str], metrics: MetricsConfig, groups: Tensor | None
 ) -> Figures:
     """Return the figures of one label, for the samples that have it: whose label is not NaN."""
-    missing = predicted.labels.isnan() if task != "multiclass" else predicted.labels[:, 0].isnan()
-    if bool(missing.any()):
-        predicted, groups = predicted.take(~missing), None if groups is None else groups[~missing]
-    raw, labels = predicted.outputs.double(), predicted.labels.double()
-    outputs = torch.sigmoid(raw) if task == "binary" else raw
-    weights = labels.new_ones(len(labels)) if predicted.weights is None else predicted.weights.double()
-    sums: dict[Any, list[Tensor]] = {}
+    missing = np.isnan((predicted.labels if task != "multiclass" else predicted.labels[:, 0]).numpy())
+    if missing.any():
+        has = torch.from_numpy(~missing)
+        predicted, groups = predicted.take(has), None if groups is None else groups[has]
+    raw, labels = (each.numpy().astype(np.float64) for each in (predicted.outputs, predicted.labels))
+    weights = None if predicted.weights is None else predicted.weights.numpy().astype(np.float64)
+    outputs = _sigmoid(raw) if task == "binary" else raw
+    scores = outputs.astype(np.float32)  # as they are written: equal ones there are equal here
+    ones = np.ones(len(labels)) if weights is None else weights
+    sums: dict[Any, list[Floats]] = {}
     found: Figures = {"samples": len(labels)}
     hows = {name: known_row(name).of[task] for name in names}
     places = sorted({int(name.partition("@")[2]) for name in hows if "@" in name})
     if groups is not None and any(isinstance(how, OfGroups) for how in hows.values()):
-        there = groups >= 0
-        of_groups = _ranked(outputs[there], labels[there], groups[there], weights[there], places)
+        there = groups.numpy() >= 0
+        of_groups = by_group(scores[there], labels[there], groups.numpy()[there], ones[there], places)
     for name, how in hows.items():
         if isinstance(how, OfPairs):
-            area = _ranked(outputs, labels, labels.new_zeros(len(labels), dtype=torch.int64), weights).auc
+            area = by_group(scores, labels, weights=weights).auc
             found[name] = None if np.isnan(area).all() else float(area[0])
         elif isinstance(how, OfGroups):
             values = how.of_each(of_groups, places.index(int(name.partition("@")[2])) if how.has_place else 0)
             found[name] = weighted_mean(values, None if how.has_place else of_groups.weight)
         elif isinstance(how, OfOwn):
-            found[name] = own_figure(name, metrics.folder, outputs.numpy(), labels.numpy(), weights.numpy())
+            found[name] = own_figure(name, metrics.folder, outputs, labels, ones)
         else:
             rate = metrics.recalibration
             shift = math.log(rate) if rate and known_row(name).is_recalibrated else 0.0
             key = how.columns, shift
-            if key not in sums:
-                shifted = torch.sigmoid(raw + shift) if shift else outputs
-                sums[key] = [column.sum() for column in how.columns(shifted, labels, weights)]
-            found[name] = float(how.figure(*sums[key])) if bool(how.is_defined(*sums[key])) else None
+            with np.errstate(all="ignore"):  # as tensors do
+                if key not in sums:
+                    shifted = _sigmoid(raw + shift) if shift else outputs
+                    sums[key] = [total(column) for column in how.columns(shifted, labels, ones)]
+                found[name] = float(how.figure(*sums[key])[0]) if how.is_defined(*sums[key])[0] else None
     return found
 
 
-def _ranked(
-    outputs: Tensor, labels: Tensor, groups: Tensor, weights: Tensor, places: Sequence[int] = ()
-) -> GroupFigures:
-    scores = outputs.float().numpy()  # as they are written: equal ones there are equal here
-    return by_group(scores, labels.numpy(), groups.numpy(), weights.numpy(), places)
+def _sigmoid(values: Floats) -> Floats:
+    return torch.from_numpy(values).sigmoid().numpy()
 
 
 #: An evaluation asks so often whether a rank must stop.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +50,9 @@ class GroupFigures:
 
 
 def by_group(
-    predictions: Sequence[float] | Floats,
+    predictions: Sequence[float] | Floats | NDArray[np.float32],
     labels: Sequence[float] | Floats,
-    groups: Sequence[int] | Ints,
+    groups: Sequence[int] | Ints | None = None,
     weights: Floats | None = None,
     places: Sequence[int] = (),
 ) -> GroupFigures:
@@ -64,11 +65,13 @@ def by_group(
     Args:
         predictions: [N], larger ones come first.
         labels: [N], at least 0; of an AUC 0 and 1.
-        groups: [N], the group of each sample.
+        groups: [N], the group of each sample; None: all are in one.
         weights: [N]; None: 1 each.
         places: K numbers k.
     """
-    blocks = _Blocks.of(np.asarray(predictions), np.asarray(labels, np.float64), np.asarray(groups, np.int64), weights)
+    groups = None if groups is None else np.asarray(groups, np.int64)
+    weights = None if weights is None else np.asarray(weights, np.float64)
+    blocks = _Blocks.of(np.asarray(predictions), np.asarray(labels, np.float64), groups, weights)
     gains = np.stack([blocks.at(place) for place in places]) if places else np.empty((0, 3, blocks.num_groups))
     return GroupFigures(blocks.of_groups(blocks.weight), blocks.auc(), gains[:, 0], gains[:, 1], gains[:, 2])
 
@@ -84,61 +87,74 @@ def weighted_mean(values: Floats, weights: Floats | None = None) -> float | None
     return float((values[there] * weight).sum() / weight.sum()) if weight.sum() > 0 else None
 
 
+def _sums(values: Floats, starts: Ints) -> Floats:
+    """Return the sums of the parts of values that begin at the starts."""
+    return np.add.reduceat(values, starts) if len(starts) else np.empty(0)
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """Samples of one group with equal predictions, as one block; blocks by group, larger predictions first.
 
     Attributes:
         group: [blocks], numbers from 0.
-        first, last: places in the group, from 0: a block has those of [first, last).
-        labels: sum of the labels.
         positive, weight: sum of the weights of positive samples, and of all.
+        starts: [G], where each group begins among the samples [N] in order.
+        block_starts: where each block begins.
+        order, sample_labels, sample_groups: [N], of the samples; groups as they were given.
     """
 
-    num_groups: int
     group: Ints
-    first: Ints
-    last: Ints
-    labels: Floats
     positive: Floats
     weight: Floats
     starts: Ints
-    """[G], where each group begins among the samples [N] in order."""
-    samples: tuple[Floats, Ints]
-    """Labels and groups of the samples [N] as they were given."""
+    block_starts: Ints
+    order: Ints
+    sample_labels: Floats
+    sample_groups: Ints | None
 
     @classmethod
-    def of(cls, predictions: Floats, labels: Floats, groups: Ints, weights: Floats | None) -> _Blocks:
-        weights = np.ones(len(labels)) if weights is None else np.asarray(weights, np.float64)
-        is_one = not len(groups) or bool((groups == groups[0]).all())  # the usual case, which sorts five times as fast
-        order = np.argsort(-predictions) if is_one else np.lexsort((-predictions, groups))
-        sorted_groups, sorted_predictions = groups[order], predictions[order]
-        begins_group = np.diff(sorted_groups, prepend=sorted_groups[:1] - 1) != 0
-        begins_block = begins_group | (np.diff(sorted_predictions, prepend=np.nan) != 0)
+    def of(cls, predictions: NDArray[Any], labels: Floats, groups: Ints | None, weights: Floats | None) -> _Blocks:
+        if groups is None or bool((groups == groups[:1]).all()):  # the usual case, which sorts five times as fast
+            order, begins_group = np.argsort(-predictions), np.zeros(len(labels), bool)
+            begins_group[:1] = True
+        else:
+            order = np.lexsort((-predictions, groups))
+            begins_group = np.diff(groups[order], prepend=groups.min() - 1) != 0
+        ranked, begins_block = predictions[order], begins_group.copy()
+        begins_block[1:] |= ranked[1:] != ranked[:-1]
         starts, block_starts = np.flatnonzero(begins_group), np.flatnonzero(begins_block)
-        group = np.cumsum(begins_group)[block_starts] - 1
-        ends = np.append(block_starts[1:], len(order))
-
-        def sums(values: Floats) -> Floats:
-            return np.add.reduceat(values[order], block_starts) if len(order) else np.empty(0)
-
+        group = np.cumsum(begins_group)[block_starts] - 1 if len(starts) > 1 else np.zeros(len(block_starts), np.int64)
+        positive = (labels > 0).astype(np.float64)
+        if weights is None:
+            weight = np.diff(block_starts, append=len(order)).astype(np.float64)
+        else:
+            positive, weight = weights * positive, _sums(weights[order], block_starts)
         return cls(
-            num_groups=len(starts),
             group=group,
-            first=block_starts - starts[group],
-            last=ends - starts[group],
-            labels=sums(labels),
-            positive=sums(weights * (labels > 0)),
-            weight=sums(weights),
+            positive=_sums(positive[order], block_starts),
+            weight=weight,
             starts=starts,
-            samples=(labels, groups),
+            block_starts=block_starts,
+            order=order,
+            sample_labels=labels,
+            sample_groups=groups,
         )
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.starts)
+
+    @functools.cached_property
+    def labels(self) -> Floats:
+        """[blocks], sum of the labels."""
+        return _sums(self.sample_labels[self.order], self.block_starts)
 
     @functools.cached_property
     def ideal(self) -> Floats:
         """[N], labels by group, the largest first."""
-        labels, groups = self.samples
-        return labels[np.lexsort((-labels, groups))]
+        keys = (-self.sample_labels,) if self.sample_groups is None else (-self.sample_labels, self.sample_groups)
+        return self.sample_labels[np.lexsort(keys)]
 
     def of_groups(self, values: Floats) -> Floats:
         """Return the sum over the blocks of each group."""
@@ -150,9 +166,12 @@ class _Blocks:
         """Return the share of the pairs of a positive and another sample in which the positive one comes first."""
         others = self.weight - self.positive
         all_positive, all_others = self.of_groups(self.positive), self.of_groups(others)
+        behind = all_others
         before = np.cumsum(others) - others
-        first_of_group = np.searchsorted(self.group, np.arange(self.num_groups))
-        below = all_others[self.group] - (before - before[first_of_group][self.group]) - others / 2
+        if self.num_groups > 1:
+            behind = all_others[self.group]
+            before -= before[np.searchsorted(self.group, np.arange(self.num_groups))][self.group]
+        below = behind - before - others / 2
         with np.errstate(invalid="ignore", divide="ignore"):
             share = self.of_groups(self.positive * below) / (all_positive * all_others)
         return np.where((all_positive > 0) & (all_others > 0), share, np.nan)
@@ -161,8 +180,10 @@ class _Blocks:
         """Return NDCG, precision and recall at a place, [3, G]."""
         discounts = np.cumsum(1 / np.log2(np.arange(2, place + 2)))
         discounts = np.insert(discounts, 0, 0.0)  # of the first n places
-        first, last = np.minimum(self.first, place), np.minimum(self.last, place)
-        mean = self.labels / (self.last - self.first)
+        first = self.block_starts - self.starts[self.group]  # places in the group, from 0, of a block: [first, last)
+        last = np.append(self.block_starts[1:], len(self.order)) - self.starts[self.group]
+        mean = self.labels / (last - first)
+        first, last = np.minimum(first, place), np.minimum(last, place)
         gain = self.of_groups(mean * (discounts[last] - discounts[first]))
         hits = self.of_groups(mean * (last - first))
         places = np.arange(len(self.ideal)) - np.repeat(self.starts, np.diff(np.append(self.starts, len(self.ideal))))

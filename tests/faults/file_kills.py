@@ -30,7 +30,7 @@ from tests.ranks.resharding import Layout
 
 LAYOUT = Layout("table_wise", ratio=0.15, policy="lookahead", lookahead=12, steps=21)
 #: What lives import late: once here, not in each of them.
-_LATE = ("torchrec.metrics.ne", "embershard.cache.loops.compiled")
+_LATE = ("embershard.cache.loops.compiled",)
 _ROW_BYTES, _ROWS_IN_MEMORY = 36, 260
 _LIVES = 5  # that are killed, of a run
 

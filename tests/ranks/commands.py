@@ -44,7 +44,6 @@ _IMPORTED_ONCE = [
     "torch.utils.tensorboard",
     "torchmetrics.functional.classification",
     "torchrec.distributed.model_parallel",
-    "torchrec.metrics.ne",
     "embershard.reports.tracking.trackers",
     "pydantic.dataclasses",
     "torch.utils.serialization.config",

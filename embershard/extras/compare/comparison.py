@@ -5,14 +5,12 @@ Letters: N samples, R replicates, S seeds with which both models were trained.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from embershard.data.schema import Task
@@ -213,13 +211,13 @@ class _Draws:
         if isinstance(how, OfPairs):
             return [self._area(predictions) for predictions in self._models]
         return [
-            (float(_figure(how, sums.sum(axis=0))), _figure(how, drawn[:, columns].T))
+            (float(_figure(how, sums.sum(axis=0)[:, None])[0]), _figure(how, drawn[:, columns].T))
             for sums, drawn, columns in self._drawn[metric]
         ]
 
     def _area(self, predictions: Floats) -> tuple[float, Floats]:
         samples, (num_replicates, seed) = self._samples, self._options
-        figures = by_group(predictions, samples.labels, np.zeros(len(predictions), np.int64), samples.weights)
+        figures = by_group(predictions, samples.labels, weights=samples.weights)
         draws = resampled_auc(predictions, samples.labels, num_replicates, samples.weights, self._units, seed)
         return float(figures.auc[0]) if len(figures.auc) else float("nan"), draws
 
@@ -249,8 +247,8 @@ class _Draws:
         """Return what is summed of each sample, [N, C]."""
         labels = self._samples.labels
         if isinstance(how, OfSums):
-            columns = how.columns(*map(torch.from_numpy, (predictions, labels, weights)))
-            return torch.stack([column.double() for column in columns], dim=1).numpy()
+            with np.errstate(all="ignore"):
+                return np.stack(how.columns(predictions, labels, weights), axis=1)
         values = own_values(metric, ".", predictions, labels, weights)
         if not values.ndim:
             raise ConfigError(
@@ -286,11 +284,11 @@ class _Draws:
 
 def _figure(how: OfSums | OfGroups | OfOwn, sums: Floats) -> Floats:
     """Return the figure of sums [C] or [C, R]; NaN where they have none."""
-    columns = torch.from_numpy(np.ascontiguousarray(sums, np.float64)).unbind()
-    if not isinstance(how, OfSums):
-        total, weight = columns
-        return (total / weight).numpy()
-    return torch.where(how.is_defined(*columns), how.figure(*columns), math.nan).numpy()
+    columns = np.ascontiguousarray(sums, np.float64)
+    with np.errstate(all="ignore"):
+        if not isinstance(how, OfSums):
+            return columns[0] / columns[1]
+        return np.where(how.is_defined(*columns), how.figure(*columns), np.nan)
 
 
 def _units(samples: Samples) -> Ints | None:

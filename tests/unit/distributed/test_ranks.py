@@ -35,6 +35,16 @@ def started_by(group: dist.ProcessGroup | None) -> int:
     return len(os.listdir("/proc/self/task")) - before
 
 
+def test_one_rank_gathers_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers: list[torch.Tensor] = []
+    monkeypatch.setattr(ranks, "gather_into", lambda out, value, group: gathers.append(out.zero_()))
+    cpu, value = torch.device("cpu"), torch.arange(6.0).view(3, 2)
+    assert torch.equal(Ranks(0, 1, 0, 1, cpu).all_gather(value), value[None])
+    assert gathers == []
+    assert Ranks(0, 2, 0, 2, cpu).all_gather(value).shape == (2, 3, 2)
+    assert len(gathers) == 1
+
+
 @pytest.mark.slow
 def test_gathers_start_no_thread() -> None:
     with process_group("cpu") as ranks:

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.metrics.auc import compute_auc
+from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch, Target
 from embershard.distributed import Ranks
 from embershard.errors import DataError
-from embershard.metrics.figures import main_values
+from embershard.metrics.figures import ETA, main_values
 from embershard.metrics.predictions import WINDOW_SAMPLES, Predicted, PredictionWindow, judge, predicted_of
 
 CLICKS = Target()
@@ -104,8 +106,8 @@ def test_regression_by_formulas_and_several_labels():
 class TwoRanks(Ranks):
     """Stands for two ranks, of which the other one holds no samples."""
 
-    def all_gather_rows(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.cat([value, value[:0]])
+    def all_gather(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.stack([value, torch.zeros_like(value)])
 
 
 RANKS = TwoRanks(0, 2, 0, 2, torch.device("cpu"))
@@ -117,7 +119,7 @@ def numbered(start: int, count: int) -> Predicted:
 
 
 def chosen(window: PredictionWindow) -> list[int]:
-    return [int(number) for number in window._mine(RANKS)[:, 0]]
+    return [int(number) for number in torch.cat(window._parts)[:, 0]]
 
 
 def test_a_report_of_small_batches_has_the_newest_samples():
@@ -157,6 +159,51 @@ def test_any_number_of_ranks_chooses_the_same_samples():
         for rank, part in enumerate(parts):
             part.add(numbered(start + 1024 * rank, 1024))
     assert sorted(chosen(whole)) == sorted(number for part in parts for number in chosen(part))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+#: Between a tensor and an array: no kernels.
+FREE = ("aten::detach", "aten::lift_fresh")
+
+
+def test_operations_of_a_report() -> None:
+    """It stands between two steps: what it does is counted, and more than what is counted here has a reason."""
+    window = PredictionWindow(CLICKS, world_size=2)
+    for start in range(20):
+        window.add(numbered(start, 4096))
+    window.quality(RANKS)
+    with Counted() as counted:
+        window.quality(RANKS)
+    work = {name: count for name, count in counted.names.items() if name not in FREE}
+    assert sum(work.values()) == 21, work
+    assert work["aten::sum"] == 7, "entropies, positive samples and all; right ones and all; predicted, and positive"
+
+
+def test_entropies_are_those_of_torchrec() -> None:
+    """Bit for bit: figures of before stay comparable."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.1, 3.0, 40.0):
+        for size in (3, 1000, 4096):
+            logits = (torch.randn(size, generator=generator) * scale).double()
+            labels, weights = (torch.rand(size, generator=generator).round(), torch.rand(size, generator=generator))
+            labels[:2] = torch.tensor([0.0, 1.0])
+            y, w, p = labels.double(), weights.double(), torch.sigmoid(logits)
+            bits = compute_cross_entropy(y, p.clone(), w, ETA).sum()
+            theirs = compute_ne(bits, w.sum(), (w * y).sum(), w.sum() - (w * y).sum(), ETA)
+            found = judge(CLICKS, Predicted(logits, labels, weights))
+            assert found["ne"] == float(theirs)
+            assert found["logloss"] == float(bits * math.log(2) / w.sum())
 
 
 CPU = torch.device("cpu")
