@@ -120,7 +120,7 @@ class DenseOptimizerConfig:
     """The optimizer of the dense layers."""
 
     kind: OfTraining[Literal["sgd", "adagrad", "adam", "adamw"]] = "adam"
-    """An optimizer of torch.optim."""
+    """An optimizer of torch.optim. On GPUs it is a fused one, which rounds otherwise: by about 1e-7."""
 
     lr: OfTraining[float] = 0.001
     """Learning rate after warm-up."""
@@ -150,8 +150,10 @@ class DenseOptimizerConfig:
         import torch
         from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-        optimizer = getattr(torch.optim, _DENSE[self.kind])
-        return KeyedOptimizerWrapper(dict(parameters), lambda params: optimizer(params, **_arguments(self)))
+        optimizer, arguments = getattr(torch.optim, _DENSE[self.kind]), _arguments(self)
+        if _are_on_gpu(parameters.values()):
+            arguments["fused"] = True  # few kernels for all parameters and steps of the formula (decision 0146)
+        return KeyedOptimizerWrapper(dict(parameters), lambda params: optimizer(params, **arguments))
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clip the gradients of all dense parameters to `clip_norm`, if there is one."""
@@ -278,6 +280,10 @@ class Optimizers:
         of them, and their state dicts leave the number out."""
         if self._embedding_config.counts_steps:
             self._fused.set_optimizer_step(steps + self._state_steps_before)
+
+
+def _are_on_gpu(parameters: Iterable[nn.Parameter]) -> bool:
+    return all(each.device.type == "cuda" for each in parameters)
 
 
 def _check_optimizer(

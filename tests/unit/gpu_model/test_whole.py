@@ -236,11 +236,13 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass
 class OnModel:
     """A life on the modelled GPU; `waits` are those of training steps, by line, of all code but TorchRec's, and the
-    cache's, in which torch's operations plan in place of kernels (`test_planning.py` counts theirs)."""
+    cache's, in which torch's operations plan in place of kernels (`test_planning.py` counts theirs). `dense`: fused
+    kernels that trained dense layers, by name."""
 
     life: Life
     problems: list[str]
     waits: Counter[str]
+    dense: dict[str, int]
 
     @property
     def waiting_lines(self) -> set[str]:
@@ -282,7 +284,8 @@ def life_on_model(case: Case, samples: Path, folder: Path, goes_on: bool = False
             stack.enter_context(mock.patch.object(owner, name, function))
         stack.enter_context(mock.patch.dict(MOST_PADDING, cuda=0))
         life = live(config_of(case, samples, folder, "cuda"), ranks, folder, goes_on)
-        return OnModel(life, list(dict.fromkeys(gpu.problems)), waits)
+        dense = {name: count for (_, name), count in gpu.launches.items() if name.startswith("aten::_fused_")}
+        return OnModel(life, list(dict.fromkeys(gpu.problems)), waits, dense)
 
 
 def life_on_cpu(case: Case, samples: Path, folder: Path, goes_on: bool = False) -> Life:
@@ -314,6 +317,8 @@ def test_a_life_on_the_device(case: Case, samples: Path, tmp_path: Path) -> None
     found = life_on_model(case, samples, tmp_path / "gpu", is_whole)
     assert found.problems == []
     assert len(found.waiting_lines) <= most_waits(case), found.waits
+    # A life that goes on makes the states of a resume by a step, and trains one more.
+    assert found.dense == {f"aten::_fused_{case.dense}_": STEPS + 2 * (is_whole and case.num_ranks == 1)}
     if is_whole:
         assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu", is_whole)) == []
 

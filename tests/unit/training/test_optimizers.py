@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args, get_type_hints
+import contextlib
+from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embershard.errors import ConfigError
+from embershard.training import optimizers
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
 from tests.ranks.parity import OPTIMIZERS
 
@@ -127,3 +130,47 @@ def test_dense_state_is_keyed_by_parameter_name():
     optimizer.init_state()
     assert set(optimizer.state_dict()["state"]) == {"weight", "bias"}
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+class OnGpu(nn.Parameter):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+DENSE_KINDS = get_args(get_type_hints(DenseOptimizerConfig)["kind"])
+
+
+@pytest.mark.parametrize("kind", DENSE_KINDS)
+def test_dense_kernels_are_fused_on_gpus_alone(kind) -> None:
+    config, host = DenseOptimizerConfig(kind=kind), nn.Parameter(torch.zeros(2))
+    given: list[dict[str, Any]] = []
+    with mock.patch.object(torch.optim, optimizers._DENSE[kind], lambda params, **arguments: given.append(arguments)):
+        for parameters in ({"a": OnGpu(torch.zeros(2))}, {"a": host}, {"a": host, "b": OnGpu(torch.zeros(2))}):
+            with contextlib.suppress(AttributeError):  # there is no optimizer to wrap
+                config.build(parameters)
+    assert given == [{"lr": 0.001, "fused": True}, {"lr": 0.001}, {"lr": 0.001}]
+
+
+def trained_dense(kind: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> torch.Tensor:
+    """The weights of a layer after 12 steps whose learning rate falls, on a CPU."""
+    monkeypatch.setattr(optimizers, "_are_on_gpu", lambda parameters: on_gpu)
+    torch.manual_seed(0)
+    layer, config = nn.Linear(40, 30), DenseOptimizerConfig(kind=kind, lr=0.01, **settings)  # type: ignore[arg-type]
+    dense = config.build(dict(layer.named_parameters()))
+    for step in range(12):
+        dense.zero_grad()
+        layer(torch.randn(8, 40)).square().sum().backward()
+        dense.param_groups[0]["lr"] = 0.01 / (step + 1)  # type: ignore[index]
+        config.clip(layer.parameters())
+        dense.step()
+    return layer.weight.detach().clone()
+
+
+@pytest.mark.parametrize("kind", DENSE_KINDS)
+def test_fused_dense_kernels_differ_by_rounding(kind, monkeypatch) -> None:
+    """With clipped gradients, decay and a schedule, by torch's fused kernels for CPUs."""
+    settings = {"clip_norm": 0.5, "weight_decay": 0.01}
+    fused, plain = (trained_dense(kind, on_gpu, monkeypatch, **settings) for on_gpu in (True, False))
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(fused, trained_dense(kind, True, monkeypatch, weight_decay=0.01), rtol=1e-5, atol=1e-7)

@@ -25,6 +25,7 @@ from embershard.frequency.config import ProfileConfig
 from embershard.models import ModelConfig
 from embershard.models.config import FACTORIZED
 from embershard.pipeline.config import LookAheadConfig
+from embershard.training import optimizers
 from embershard.training.build import find_profile
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.optimizers import DenseOptimizerConfig, EmbeddingOptimizerConfig, ScheduleConfig
@@ -123,6 +124,23 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path, optimizers, cached):
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 12}
     assert isinstance(whole[-1], EvalReport)
     assert whole[-1].quality == resumed[-1].quality
+
+
+@pytest.mark.parametrize("kind", ["adam", *(matrix(kind) for kind in ("sgd", "adagrad", "adamw"))])
+def test_a_resumed_run_with_fused_dense_kernels_is_the_same_run(ranks, tmp_path, monkeypatch, kind):
+    """As on a GPU, with torch's fused kernels for CPUs; also from a checkpoint of a run without them, as of a CPU."""
+    config = make_config(
+        dense_optimizer=DenseOptimizerConfig(kind=kind, lr=0.01, clip_norm=0.5),
+        schedule=ScheduleConfig(warmup_steps=5, decay="linear", decay_start=8, decay_steps=40),
+    )
+    plain = losses(run(config, ranks, tmp_path / "plain"))
+    monkeypatch.setattr(optimizers, "_are_on_gpu", lambda parameters: True)
+    whole = losses(run(config, ranks, tmp_path / "a"))
+    resumed = losses(run(config, ranks, tmp_path / "b", complete_checkpoints(tmp_path / "a")[0]))
+    assert resumed == {step: loss for step, loss in whole.items() if step > 12}
+    moved = losses(run(config, ranks, tmp_path / "c", complete_checkpoints(tmp_path / "plain")[0]))
+    assert moved == pytest.approx({step: loss for step, loss in plain.items() if step > 12}, rel=1e-5)
+    assert whole != plain or kind == "sgd", "other kernels"
 
 
 @pytest.mark.matrix
