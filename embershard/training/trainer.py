@@ -24,6 +24,7 @@ from embershard.training.build import build_sharded_model, divided_once, find_pl
 from embershard.training.checkpoint.run_state import RunState
 from embershard.training.checkpoint.saved_run import SettingsComparison
 from embershard.training.config import RunConfig
+from embershard.training.dense_call import DenseCall
 from embershard.training.fit.machine_limits import check_disk_for_run, disk_of
 from embershard.training.fit.machines import check_machines
 from embershard.training.fit.memory_check import check_memory_for_run
@@ -95,6 +96,8 @@ class Trainer(Training):
         options = self.of_parts(lambda part: part.sharder_options)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, options)
         self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)
+        trained = self.optimizers.dense_parameters.values()
+        self._dense_call = DenseCall(self.model, config, trained, self.losses.exact)
         identity = self.of_parts(lambda part: part.identity)
         self.state = RunState(config, self.source, self.model, self.optimizers, ranks, identity)
         for part in self.parts:
@@ -171,11 +174,13 @@ class Trainer(Training):
         return None
 
     def _train_batch(self, batch: Batch) -> Predicted:
-        loss, predicted = self._forward(batch)
-        if problem := self.losses.add(loss, predicted, batch):
+        with self._dense_call.used():
+            loss, predicted = self._forward(batch)
+        if problem := self.losses.add(loss, predicted, batch, self._dense_call.exact):
             raise _SkippedError(problem)
         with stage("backward"):
             loss.backward()  # trains the embedding rows too
+            self._dense_call.finish()
         return predicted
 
     def _train_micro_batches(self, micro_batches: MicroBatches) -> Predicted:

@@ -229,13 +229,22 @@ class Losses(Part):
             observe=lambda loss: run.stream.observe(loss),  # the stream that is open by then
         )
 
-    def add(self, loss: torch.Tensor, predicted: Predicted, batch: Batch | MicroBatches) -> str:
-        """Add a batch before its backward; return why it must be skipped, or nothing. Ranks learn here which of them
-        must stop. Collective."""
-        run, target = self.run, self.run.target
-        learns_weights = run.config.model.label_weighting != "fixed"
-        exact = loss if learns_weights else in_float64(target, loss, *predicted)
-        sums = label_sums(target, *predicted)
+    def exact(self, loss: torch.Tensor, predicted: Predicted) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `add` adds of a batch: its loss [], in float64 where it can be had, and its `label_sums`."""
+        target, learns_weights = self.run.target, self.run.config.model.label_weighting != "fixed"
+        return loss if learns_weights else in_float64(target, loss, *predicted), label_sums(target, *predicted)
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        predicted: Predicted,
+        batch: Batch | MicroBatches,
+        known: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> str:
+        """Add a batch before its backward, with what `exact` returned if that is known; return why it must be skipped,
+        or nothing. Ranks learn here which of them must stop. Collective."""
+        run = self.run
+        exact, sums = self.exact(loss, predicted) if known is None else known
         problem = self.monitor.add(run.steps + 1, exact, batch, signal=run.supervision.signal, sums=sums)
         run.supervision.note_agreed(self.monitor.signal)
         return problem

@@ -172,6 +172,17 @@ class _Alike(DistributedDataParallel):
         self.parameters_to_ignore: set[str] = set()
         self.process_group = settings.get("process_group")
         self.require_backward_grad_sync, self.static_graph = True, False
+        self._has_rebuilt_buckets, ignored = True, module._ddp_params_and_buffers_to_ignore
+        own = [each for name, each in module.named_parameters() if each.requires_grad and name not in ignored]
+        memory = torch.cat([torch.zeros_like(each).flatten() for each in own])
+        for parameter, view in zip(own, memory.split([each.numel() for each in own]), strict=True):
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._move, view.view_as(parameter)))
+
+    @staticmethod
+    def _move(view: Tensor, parameter: Tensor) -> None:
+        """Let a gradient be a view of a bucket, as DDP does."""
+        assert parameter.grad is not None
+        parameter.grad = view.copy_(parameter.grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
