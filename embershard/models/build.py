@@ -20,7 +20,7 @@ from embershard.models.config import (
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike
-from embershard.models.table_modules import bags_of
+from embershard.models.table_modules import PooledRows, bags_of
 from embershard.models.tables import built_in_tables
 
 #: What builds one's own model, a DLRM or towers over one, and the architectures that are none: a function as
@@ -70,6 +70,7 @@ def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) ->
         else:
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)
+        model.sparse_arch = PooledRows(collection)
         if has_towers:
             build_towers = named("embershard.extras.networks.tasks:build_towers")
             width = next(each.in_features for each in model.over_arch.modules() if isinstance(each, nn.Linear))

@@ -1,14 +1,18 @@
-"""TorchRec's collections of tables: found in a model and read as `ModelTable`, and built from such values."""
+"""TorchRec's collections of tables: found in a model and read as `ModelTable`, built from such values, and the layer
+that puts a model's pooled rows in order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torchrec.models.dlrm import SparseArch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import ConfigError
 from embershard.models.tables import ModelTable
@@ -43,6 +47,41 @@ def tables_in(model: nn.Module) -> Iterator[ModelTable]:
                 module=path,
                 pooling=table.pooling.value.lower() if is_bag else "",
             )
+
+
+class PooledRows(SparseArch):
+    """TorchRec's `SparseArch`, from sparse features to pooled rows [B, F, D]. That cuts the collection's output into a
+    part per feature, and puts the parts beside each other; here, one operation or none puts them in order."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the rows [B, F, D] of F features in the order of the tables."""
+        return _by_feature(self.embedding_bag_collection(features), self.sparse_feature_names, self.D)
+
+
+@torch.fx.wrap  # pipelines trace the model
+def _by_feature(pooled: Any, names: list[str], dim: int) -> Tensor:
+    keys, rows = pooled.keys(), pooled.values().view(-1, len(names), dim)
+    return rows if keys == names else _InOrder.apply(rows, *_order(tuple(keys), tuple(names), rows.device))
+
+
+@lru_cache(maxsize=16)
+def _order(keys: tuple[str, ...], names: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the place of each name among the keys, and of each key among the names."""
+    order = torch.tensor([keys.index(name) for name in names], device=device)
+    return order, order.argsort()
+
+
+class _InOrder(torch.autograd.Function):
+    """Rows [B, F, D] with their features by an order; gradients are those that cutting and joining would give."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.inverse = inverse
+        return rows.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gradient.index_select(1, ctx.inverse), None, None
 
 
 def bags_of(tables: Sequence[ModelTable]) -> EmbeddingBagCollection:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import SparseArch
 from torchrec.modules.mlp import MLP
 
 from embershard.models.config import ModelConfig
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
 from embershard.models.schema import SchemaLike
-from embershard.models.table_modules import bags_of
+from embershard.models.table_modules import PooledRows, bags_of
 from embershard.models.tables import built_in_tables
 
 _INITIAL_SPREAD = 0.01  # of the factors of dense features: a standard deviation
@@ -153,4 +152,4 @@ def build_factorized(config: ModelConfig, schema: SchemaLike, device: torch.devi
             network_class = DeepFM if config.arch == "deepfm" else WideDeep
             network = network_class(num_dense, num_sparse, dim, layers)
         add_dropout(network, config.dropout)
-        return WithLoss(OverFields(SparseArch(collection), network), schema.target, config.label_weighting)
+        return WithLoss(OverFields(PooledRows(collection), network), schema.target, config.label_weighting)
