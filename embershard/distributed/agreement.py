@@ -2,13 +2,13 @@
 that has no batch left.
 
 A step of a sharded model is collective: a rank that has no batch, or whose input failed, must not leave the others
-waiting in it. Every decision is one small all-reduce (MIN).
+waiting in it. Every decision is one small all-gather, with which other numbers travel.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -39,51 +39,53 @@ class Agreement:
     of work may stand between the two. With one rank, or without a process group, nothing is communicated.
 
     Args:
-        device: of the rank. The all-reduce runs in host memory where the group supports that (gloo, or
+        device: of the rank. The all-gather runs in host memory where the group supports that (gloo, or
             "cpu:gloo,cuda:nccl"). With NCCL alone it runs on the GPU, behind the collectives that training has queued:
             `result` waits for those, too.
         group: the ranks; None means all of them.
+        num_told: numbers that every rank tells the others with each decision.
 
     Attributes:
         wish: the largest number that a rank gave to `start`; the same on every rank after `result`.
+        told: the `num_told` numbers of each rank; the same on every rank after `result`.
     """
 
-    def __init__(self, device: torch.device | str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, device: torch.device | str, group: dist.ProcessGroup | None = None, num_told: int = 0) -> None:
         device, ranked = torch.device(device), dist.is_available() and dist.is_initialized()
-        self.wish = 0
+        self.wish, self.told = 0, list[list[float]]()
         self._rank = dist.get_rank() if ranked else 0
         self._nobody = dist.get_world_size() if ranked else 1  # above every rank
         self._failed = self._nobody
         self._group = group
-        self._alone = not ranked or dist.get_world_size(group) == 1
-        self._values = torch.empty(3, dtype=torch.int64)
-        self._own: list[int] = []  # the numbers of this rank in the round
+        self._size = dist.get_world_size(group) if ranked else 1
+        self._num_told = num_told
+        self._own: Any = None  # numbers of this rank in the round
+        self._all = torch.empty(self._size * (3 + num_told), dtype=torch.float64)
         self._wait: Callable[[], Any] | None = None
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and not self._alone and "cpu:" not in dist.get_backend_config(group):
-            # A stream of its own: the host then waits for this all-reduce, not for the training step in flight.
+        if device.type == "cuda" and self._size > 1 and "cpu:" not in dist.get_backend_config(group):
+            # A stream of its own: the host then waits for this all-gather, not for the training step in flight.
             self._stream = torch.cuda.Stream(device)
-            self._values = self._values.pin_memory()
-            with torch.cuda.stream(self._stream):
-                self._on_device = torch.empty(3, dtype=torch.int64, device=device)
+            self._all = self._all.pin_memory()
 
-    def start(self, state: int, wish: int = 0) -> None:
-        """Tell the other ranks this rank's `Supply` and its wish. Does not wait."""
+    def start(self, state: int, wish: int = 0, tell: Sequence[float] | None = None) -> None:
+        """Tell the other ranks this rank's `Supply`, its wish, and numbers; None: zeros. Does not wait."""
         assert self._wait is None, "result() of the round before comes first"
-        self._own = numbers = [int(state), self._rank if state == Supply.FAILED else self._nobody, -wish]
-        if self._alone:
+        told = [0.0] * self._num_told if tell is None else tell
+        assert len(told) == self._num_told, f"{len(told)} numbers, and the ranks agreed on {self._num_told}"
+        self._own = [int(state), self._rank if state == Supply.FAILED else self._nobody, wish, *told]
+        if self._size == 1:
             self._wait = lambda: None
             return
+        self._own = own = torch.tensor(self._own, dtype=torch.float64)
         if self._stream is None:
-            for place, value in enumerate(numbers):
-                self._values[place] = value
-            self._wait = dist.all_reduce(self._values, dist.ReduceOp.MIN, self._group, async_op=True).wait
+            self._wait = dist.all_gather_into_tensor(self._all, own, self._group, async_op=True).wait
             return
         with torch.cuda.stream(self._stream):
-            for place, value in enumerate(numbers):
-                self._on_device[place].fill_(value)
-            dist.all_reduce(self._on_device, dist.ReduceOp.MIN, self._group, async_op=True).wait()
-            self._values.copy_(self._on_device, non_blocking=True)
+            gathered = torch.empty_like(self._all, device=self._stream.device)
+            on_device = own.pin_memory().to(self._stream.device, non_blocking=True)
+            dist.all_gather_into_tensor(gathered, on_device, self._group, async_op=True).wait()
+            self._all.copy_(gathered, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._wait = done.synchronize
@@ -93,9 +95,11 @@ class Agreement:
         assert self._wait is not None, "start() comes first"
         wait, self._wait = self._wait, None
         wait()
-        state, self._failed, least = self._own if self._alone else self._values.tolist()
-        self.wish = -least
-        return Supply(state)
+        by_rank = [self._own] if self._size == 1 else self._all.view(self._size, -1).tolist()
+        states, failed, wishes = zip(*(numbers[:3] for numbers in by_rank), strict=True)
+        self._failed, self.wish = int(min(failed)), int(max(wishes))
+        self.told = [numbers[3:] for numbers in by_rank]
+        return Supply(int(min(states)))
 
     def failure(self) -> DataError:
         """Return the error for ranks whose own input is fine, after `Supply.FAILED`; it names the first failed rank."""

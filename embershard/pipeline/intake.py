@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,29 @@ class Intake:
         device: of this rank.
         check: raises for a batch that this rank cannot use, before the other ranks count on it; returns what it read of
             the batch.
+        tell: returns, from what the check read, the `num_told` numbers of a batch that all ranks learn.
 
     Attributes:
         is_over: a rank has no batch left.
         wish: the largest number that any rank gave to the last :meth:`offer`.
     """
 
-    def __init__(self, device: torch.device, check: Callable[[Any], Any]) -> None:
-        self._device, self._check = device, check
+    def __init__(
+        self,
+        device: torch.device,
+        check: Callable[[Any], Any],
+        tell: Callable[[Any], Sequence[float]] = lambda checked: (),
+        num_told: int = 0,
+    ) -> None:
+        self._device, self._check, self._tell, self._num_told = device, check, tell, num_told
         self.forget()
 
     def forget(self) -> None:
         """Start again: drop the question about the next batch."""
-        self._agreement = Agreement(self._device)
+        self._agreement = Agreement(self._device, num_told=self._num_told)
         self._offered: Any = _NO_BATCH
         self._checked: Any = None  # what the check read of it
+        self._told: Sequence[float] | None = None  # of it, to the other ranks
         self._is_asked = self._is_due = self.is_over = False  # due: all ranks have one, and it is to be let in
         self._failure: Exception | None = None  # of this rank's iterator; the other ranks do not know it yet
         self.wish = 0
@@ -59,6 +67,7 @@ class Intake:
                 self._offered = next(batches, _NO_BATCH)
                 if self._offered is not _NO_BATCH and self._offered is not Supply.NOT_YET:
                     self._checked = self._check(self._offered)
+                    self._told = self._tell(self._checked)
             except Exception as error:
                 self._offered, self._failure = _NO_BATCH, error
         state = Supply.FULL if is_full else Supply.READY
@@ -68,13 +77,13 @@ class Intake:
             state = Supply.ENDED
         elif self._offered is Supply.NOT_YET:
             self._offered, state = _NO_BATCH, Supply.NOT_YET
-        self._agreement.start(state, wish)
+        self._agreement.start(state, wish, self._told if state in (Supply.READY, Supply.FULL) else None)
         self._is_asked = True
 
-    def enter(self, let_in: Callable[[Any, Any], None]) -> bool:
-        """After :meth:`offer`: call `let_in(batch, checked)` if every rank has a batch, with what the check
-        read of it; return False if not now, or never. After an exception of `let_in` it is called again, and the other
-        ranks, which have let theirs in, are not asked again.
+    def enter(self, let_in: Callable[[Any, Any, Sequence[Sequence[float]]], None]) -> bool:
+        """After :meth:`offer`: call `let_in(batch, checked, told)` if every rank has a batch, with what the check read
+        of it and the numbers of each rank's; return False if not now, or never. After an exception of `let_in` it is
+        called again, and the other ranks, which have let theirs in, are not asked again.
 
         Raises:
             DataError: another rank's iterator failed; that rank raises its own exception.
@@ -92,7 +101,7 @@ class Intake:
             self._is_due = decision == Supply.READY
             if not self._is_due:
                 return False
-        let_in(self._offered, self._checked)
+        let_in(self._offered, self._checked, self._agreement.told)
         self.note_entered(self._offered)  # last: an exception loses no batch
         return True
 

@@ -113,7 +113,7 @@ class LookAheadPipeline:
         self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
         self._known_together = known_together(lookahead)
         self._inputs = ModelInputs(model, features)
-        self._intake = Intake(self._device, self._inputs.check)
+        self._intake = Intake(self._device, self._inputs.check, self._inputs.tell, self._inputs.num_told)
         self._streams = Streams(self._device)
         self._exchange = IdExchange()
         self._pools = list(cached_embeddings(model))
@@ -371,9 +371,9 @@ class LookAheadPipeline:
         self._depth.agree(self._intake.wish)
         return is_in
 
-    def _let_in(self, batch: Any, announced: Any) -> None:
+    def _let_in(self, batch: Any, announced: Any, told: Sequence[Sequence[float]]) -> None:
         with self._exchange:
-            self._window.add(StagedBatch(batch, announced, self._device, self._inputs.forwards, self._streams))
+            self._window.add(StagedBatch(batch, announced, self._device, self._inputs, self._streams, told))
 
     def _weigh(self) -> None:
         """Decide if there is memory to know more batches."""

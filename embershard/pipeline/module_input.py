@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.gpu.readback import Reads
@@ -17,27 +16,23 @@ from embershard.errors import CacheError
 from embershard.sharding.torchrec.compat import batch_sizes
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.feature_keys import FeatureIds, Known
-from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
+from embershard.sharding.torchrec.modes.routes import PoolIds, RoutedExchange, TorchRecExchange, features_among
 from embershard.stages import is_stage
 
 
 class ModuleInput:
     """The input of one sharded module for one batch, from the all-to-all to the forward.
 
-    The constructor starts the all-to-all; then, in this order: :meth:`send`, :meth:`receive`, :meth:`know`,
-    :meth:`make_resident` until it returns True, :meth:`forward` if at all, :meth:`close`. The constructor, `send`,
-    `receive` and `forward` are collective.
+    In this order: :meth:`send`, :meth:`receive`, :meth:`know`, :meth:`make_resident` until it returns True,
+    :meth:`forward` if at all, :meth:`close`. `send`, `receive` and `forward` are collective.
+
+    Args:
+        exchange: of its ids and rows with the other ranks; it has begun.
     """
 
-    def __init__(self, module: ShardedModule, args: list[Any], kwargs: dict[str, Any]) -> None:
-        self._module = module
-        self._context = module.create_context()
-        args, kwargs = module.preprocess_input(args, kwargs)
-        self._given = features_among(args, kwargs)  # until it has arrived
-        self._waiting = module.input_dist(self._context, *args, **kwargs)
-        self._is_sent = False
-        self._received: Any = None
-        self._groups: list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]] | None = None
+    def __init__(self, exchange: TorchRecExchange | RoutedExchange) -> None:
+        self._exchange = exchange
+        self._groups: PoolIds | None = None
         self._known: dict[int, Known] = {}  # by pool
         self._tickets: dict[int, Ticket] = {}
         self._announced: Announced | None = None
@@ -46,23 +41,18 @@ class ModuleInput:
     @is_stage("id exchange")
     def send(self) -> None:
         """Send the ids, once the ranks know how many each of them sends. A second call does nothing."""
-        if not self._is_sent:
-            self._waiting, self._is_sent = self._waiting.wait(), True
+        self._exchange.send()
 
     @is_stage("id exchange")
     def receive(self) -> None:
         """Wait for the ids of this rank's tables. A second call does nothing, or what an exception cut off."""
-        if self._waiting is not None:
-            self._received, self._waiting = self._waiting.wait(), None
-        if self._given is not None and len(self._received):  # a batch of hot rows sends no ids
-            self._received = narrowed(self._module, self._received, self._given.values())
-        self._given = None
+        self._exchange.receive()
 
     @property
-    def _pools(self) -> list[tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]:
+    def _pools(self) -> PoolIds:
         """The module's pools on this rank, with the ids for each."""
         if self._groups is None:
-            self._groups = list(pools_with_features(self._module, self._received))
+            self._groups = self._exchange.pools()
         return self._groups
 
     @is_stage("know")
@@ -72,15 +62,15 @@ class ModuleInput:
         together = [self, *others]
         for number, (pool, _) in enumerate(self._pools):
             if any(number not in each._known for each in together):
-                ids = [FeatureIds.of(each._pools[number][1]) for each in together]
+                ids = [each._pools[number][1] for each in together]
                 for each, own in zip(together, pool.keys.know(*ids), strict=True):
                     each._known[number] = own
 
     def bring_nearer(self) -> bool:
         """Bring the batch's rows nearer to the device, where they are far; False if they do not fit there yet."""
         return all(
-            pool.keys.bring_nearer(FeatureIds.of(features), self._known.get(number))
-            for number, (pool, features) in enumerate(self._pools)
+            pool.keys.bring_nearer(ids, self._known.get(number))
+            for number, (pool, ids) in enumerate(self._pools)
             if pool.num_coming
         )
 
@@ -93,12 +83,12 @@ class ModuleInput:
     @property
     def num_ids(self) -> int:
         """Ids that this rank received."""
-        return sum(features.values().numel() for features in self._received)
+        return self._exchange.num_ids
 
     @property
     def kept(self) -> Any:
         """What it keeps of the batch until the batch trains: the ids, and what the module notes of them."""
-        return self._received, self._context
+        return self._exchange.kept
 
     @property
     def known_uses_bytes(self) -> int:
@@ -108,9 +98,8 @@ class ModuleInput:
     def make_resident(self, critical_path: bool) -> bool:
         """Bring the batch's rows to the device, as far as they fit beside those in use; return True when all are."""
         complete = True
-        for number, (pool, features) in self._absent():
-            known = self._known.get(number)
-            ticket = pool.keys.prepare(FeatureIds.of(features), critical_path, known, if_it_fits=True)
+        for number, (pool, ids) in self._absent():
+            ticket = pool.keys.prepare(ids, critical_path, self._known.get(number), if_it_fits=True)
             complete &= self._keep(number, ticket)
         return complete
 
@@ -119,13 +108,13 @@ class ModuleInput:
         return [self._prefetching(*each, critical_path) for each in self._absent()]
 
     def _prefetching(
-        self, number: int, pool: tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor], critical_path: bool
+        self, number: int, pool: tuple[CachedTableBatchedEmbeddings, FeatureIds], critical_path: bool
     ) -> Reads[bool]:
-        ids, known = FeatureIds.of(pool[1]), self._known.get(number)
-        ticket = yield from pool[0].keys.preparing(ids, critical_path, known, if_it_fits=True)
+        known = self._known.get(number)
+        ticket = yield from pool[0].keys.preparing(pool[1], critical_path, known, if_it_fits=True)
         return self._keep(number, ticket)
 
-    def _absent(self) -> list[tuple[int, tuple[CachedTableBatchedEmbeddings, KeyedJaggedTensor]]]:
+    def _absent(self) -> list[tuple[int, tuple[CachedTableBatchedEmbeddings, FeatureIds]]]:
         """The pools, by number, whose rows of the batch are not resident; another pipeline may have released them."""
         tickets = self._tickets
         return [each for each in enumerate(self._pools) if each[0] not in tickets or tickets[each[0]].released]
@@ -160,7 +149,7 @@ class ModuleInput:
         self.is_used = True
         for number, (pool, _) in enumerate(self._pools):
             pool.hand(self._tickets.get(number) if torch.is_grad_enabled() else None)
-        return self._module.compute_and_output_dist(self._context, self._received)
+        return self._exchange.look_up()
 
     def close(self) -> None:
         """End this input's life: release its pins, and take back what was announced and did not happen."""
@@ -171,14 +160,12 @@ class ModuleInput:
                 ticket.cancel()
         for number, known in self._known.items():
             if known is not None:
-                pool, features = self._pools[number]
-                pool.keys.skip(FeatureIds.of(features), known)
+                pool, ids = self._pools[number]
+                pool.keys.skip(ids, known)
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""
-        self._context.record_stream(stream)
-        if self._received is not None:
-            self._received.record_stream(stream)
+        self._exchange.record_stream(stream)
 
 
 class Announced:
@@ -238,8 +225,3 @@ def _parts(features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
 
 def _versions(parts: Mapping[str, torch.Tensor]) -> list[int | None]:
     return [None if part.is_inference() else part._version for part in parts.values()]
-
-
-def features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJaggedTensor | None:
-    """Return the features among a forward's arguments, or None."""
-    return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard.errors import CacheError, ShardingError
 from embershard.interrupts import interrupts_wait
 from embershard.pipeline.left_steps import BackwardWatch
-from embershard.pipeline.module_input import ModuleInput, features_among
+from embershard.pipeline.module_input import ModuleInput
 from embershard.sharding.torchrec.compat import unwrapped
-from embershard.sharding.torchrec.modules import check_ids, ids_are_checked, in_batch
+from embershard.sharding.torchrec.modes.routes import Route, TorchRecExchange, features_among, why_no_route
+from embershard.sharding.torchrec.modules import check_ids
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +48,35 @@ class ModelInputs:
 
     def __init__(self, model: nn.Module, features: Features | None) -> None:
         self._model, self._features = model, features
+        modules = [module for module in model.modules() if isinstance(module, ShardedModule)]
+        self._routes = {module: Route(module) for module in modules if not why_no_route(module)}
         self._handle: Any = None  # of a hook on the model
         self.forwards: list[PipelinedForward] = []
         self.step = OpenStep()
         self.backward = BackwardWatch()
+
+    @property
+    def num_told(self) -> int:
+        """Numbers that the ranks tell each other about a batch."""
+        return sum(route.num_told for route in self._routes.values())
+
+    def tell(self, checked: Sequence[KeyedJaggedTensor | None]) -> list[float]:
+        """Return this rank's numbers of a batch, by what :meth:`check` returned for it."""
+        read = {forward.module: features for forward, features in zip(self.forwards, checked, strict=True)}
+        return [number for module, route in self._routes.items() for number in route.tell(read.get(module))]
+
+    def start(self, batch: Any, told: Sequence[Sequence[float]]) -> dict[str, ModuleInput]:
+        """Start to exchange the ids of a batch, which is on the device and checked, of which the ranks have told these
+        numbers; return the inputs of the modules by name. Collective."""
+        own: dict[ShardedModule, list[Sequence[float]]] = {}
+        first = 0
+        for module, route in self._routes.items():
+            own[module] = [numbers[first : first + route.num_told] for numbers in told]
+            first += route.num_told
+        return {
+            forward.name: forward.start(batch, self._routes.get(forward.module), own.get(forward.module, ()))
+            for forward in self.forwards
+        }
 
     def check(self, batch: Any) -> list[KeyedJaggedTensor | None]:
         """Return what each forward would read of a batch. Raise what this rank finds wrong with it, before the other
@@ -139,10 +165,13 @@ class PipelinedForward:
             check_ids(self.module, features)
         return features
 
-    def start(self, batch: Any) -> ModuleInput:
-        """Start the module's input all-to-all for `batch`, which is checked. Collective."""
-        with ids_are_checked(self.module), in_batch(self.module, batch):
-            return ModuleInput(self.module, *self.args.build_args_kwargs(batch))
+    def start(self, batch: Any, route: Route | None, told: Sequence[Sequence[float]]) -> ModuleInput:
+        """Start to exchange the module's ids of `batch`, which is checked: by its route where it has one, and by what
+        the ranks have told of the batch. Collective."""
+        args, kwargs = self.args.build_args_kwargs(batch)
+        features = features_among(args, kwargs)
+        routed = None if route is None or features is None else route.start(features, told)
+        return ModuleInput(routed or TorchRecExchange(self.module, batch, args, kwargs))
 
     def remove(self) -> None:
         """Give the module its own forward back, unless another pipeline has replaced this one."""

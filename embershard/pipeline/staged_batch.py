@@ -15,7 +15,7 @@ from embershard.errors import CacheError, DataError
 from embershard.pipeline.batch_tensors import tensor_bytes, tensors_of
 from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput
-from embershard.pipeline.pipelined_forward import PipelinedForward
+from embershard.pipeline.pipelined_forward import ModelInputs
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 
 
@@ -39,7 +39,8 @@ class StagedBatch:
     Args:
         batch: has `to(device, non_blocking)` and `record_stream(stream)`.
         announced: what the modules read of it, which is of tensors that may not be the batch's own.
-        forwards: of the sharded modules that are pipelined.
+        model_inputs: of the model, whose sharded modules are pipelined.
+        told: what the ranks have told each other of it (`ModelInputs.tell`), by rank.
     """
 
     def __init__(
@@ -47,16 +48,17 @@ class StagedBatch:
         batch: Any,
         announced: Any,
         device: torch.device,
-        forwards: Sequence[PipelinedForward],
+        model_inputs: ModelInputs,
         streams: Streams,
+        told: Sequence[Sequence[float]],
     ) -> None:
         self.batch = batch
-        self._device, self._forwards, self._streams = device, forwards, streams
+        self._device, self._forwards, self._streams = device, model_inputs.forwards, streams
         self._versions = [(each, each._version) for each in tensors_of([batch, announced]) if not each.is_inference()]
         with streams.copying():
             self.on_device = batch.to(device, non_blocking=True)
         with streams.distributing(self.on_device):
-            self.inputs = {forward.name: forward.start(self.on_device) for forward in forwards}
+            self.inputs = model_inputs.start(self.on_device, told)
         self._is_sent = False
         self.step = 0  # batches with one number train together
 

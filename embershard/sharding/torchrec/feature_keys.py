@@ -41,8 +41,12 @@ class FeatureIds(NamedTuple):
     def of(features: KeyedJaggedTensor) -> FeatureIds:
         """Return the ids of a pool's features, which were split from a module's: the host knows how many each has. The
         bounds of the bags, which would stay with the features, are not asked for."""
-        bounds = list(accumulate(features.length_per_key(), initial=0))
-        return FeatureIds(features.values(), memory.on_device(bounds, features.device()))
+        return FeatureIds.of_counts(features.length_per_key(), features.values())
+
+    @staticmethod
+    def of_counts(counts: Sequence[int], ids: Tensor) -> FeatureIds:
+        """Return ids [N] of features that have so many each."""
+        return FeatureIds(ids, memory.on_device(list(accumulate(counts, initial=0)), ids.device))
 
     def lengths(self, num_features: int) -> Tensor:
         """Return the number of ids per feature int64 [F]."""

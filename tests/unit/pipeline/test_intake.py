@@ -17,13 +17,13 @@ Batches = list[str]
 def fill(intake: Intake, batches: Any, entered: Batches, number: int) -> None:
     for _ in range(number):
         intake.offer(batches, is_full=False, wish=1)
-        intake.enter(lambda batch, _: entered.append(batch))
+        intake.enter(lambda batch, *_: entered.append(batch))
 
 
 def test_a_batch_that_could_not_be_let_in_is_let_in_later() -> None:
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("abc"), Batches()
 
-    def out_of_memory(batch: str, _: None) -> None:
+    def out_of_memory(batch: str, *_: Any) -> None:
         raise MemoryError(batch)
 
     with mock.patch.object(Agreement, "start", autospec=True, side_effect=Agreement.start) as asked:
@@ -40,7 +40,7 @@ def test_a_batch_that_is_in_does_not_enter_again() -> None:
     """An interrupt came when it was in, and before the intake knew."""
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("abc"), Batches()
 
-    def interrupted(batch: str, _: None) -> None:
+    def interrupted(batch: str, *_: Any) -> None:
         entered.append(batch)
         raise KeyboardInterrupt
 
@@ -55,7 +55,8 @@ def test_a_batch_that_is_in_does_not_enter_again() -> None:
 def test_what_the_check_read_enters_with_its_batch() -> None:
     """The check runs once for each batch, also where the batch waits before it enters."""
     checked: Batches = []
-    intake = Intake(torch.device("cpu"), lambda batch: checked.append(batch) or batch.upper())
+    tell = {"A": [1.0], "B": [2.0]}.__getitem__
+    intake = Intake(torch.device("cpu"), lambda batch: checked.append(batch) or batch.upper(), tell, num_told=1)
     batches, entered = iter("ab"), []
     intake.offer(batches, is_full=True, wish=1)
     assert not intake.enter(lambda *given: entered.append(given))
@@ -63,13 +64,13 @@ def test_what_the_check_read_enters_with_its_batch() -> None:
         intake.offer(batches, is_full=False, wish=1)
         intake.enter(lambda *given: entered.append(given))
     assert checked == ["a", "b"]
-    assert entered == [("a", "A"), ("b", "B")]
+    assert entered == [("a", "A", [[1.0]]), ("b", "B", [[2.0]])], "with what this rank, the only one, told of it"
 
 
 def test_a_batch_waits_while_there_is_no_room() -> None:
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("ab"), Batches()
     intake.offer(batches, is_full=True, wish=1)
-    assert not intake.enter(lambda batch, _: entered.append(batch))
+    assert not intake.enter(lambda batch, *_: entered.append(batch))
     fill(intake, batches, entered, 2)
     assert entered == ["a", "b"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.errors import CacheError
-from embershard.pipeline import module_input
 from embershard.pipeline.module_input import Announced, ModuleInput
+from embershard.sharding.torchrec.modes import routes
 
 PARTS = ["ids", "lengths", "weights"]
 
@@ -62,9 +62,9 @@ def test_ids_whose_arrival_was_cut_off_arrive_at_the_next_try() -> None:
     module = mock.Mock(
         **{"preprocess_input.return_value": ([given], {}), "input_dist.return_value.wait.return_value": sent}
     )
-    batch = ModuleInput(module, [given], {})
+    batch = ModuleInput(routes.TorchRecExchange(module, None, [given], {}))
     batch.send()
-    with mock.patch.object(module_input, "narrowed", side_effect=[MemoryError("no room"), [given]]) as narrowed:
+    with mock.patch.object(routes, "narrowed", side_effect=[MemoryError("no room"), [given]]) as narrowed:
         with pytest.raises(MemoryError, match="no room"):
             batch.receive()
         batch.receive()

@@ -15,7 +15,7 @@ from torchrec.streamable import Pipelineable
 
 from embershard.errors import CacheError, DataError
 from embershard.pipeline import staged_batch
-from embershard.pipeline.pipelined_forward import PipelinedForward
+from embershard.pipeline.pipelined_forward import ModelInputs, PipelinedForward
 from embershard.pipeline.staged_batch import IdExchange, StagedBatch, Streams, Window
 
 CPU = torch.device("cpu")
@@ -92,12 +92,12 @@ class Announcing:
     name, args = "bags", cast(Any, None)
 
     def __init__(self, features_of: Callable[[Any], KeyedJaggedTensor]) -> None:
-        self.features_of, self.args = features_of, self
+        self.features_of, self.args, self.module = features_of, self, None
 
     def build_args_kwargs(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
         return [self.features_of(batch)], {}
 
-    def start(self, batch: Any) -> Any:
+    def start(self, batch: Any, *_: Any) -> Any:
         return self
 
     def install(self) -> None: ...
@@ -107,7 +107,9 @@ class Announcing:
 
 def staged(batch: Any, *forwards: Announcing) -> StagedBatch:
     announced = [forward.features_of(batch) for forward in forwards]
-    return StagedBatch(batch, announced, CPU, cast("list[PipelinedForward]", forwards), Streams(CPU))
+    inputs = ModelInputs(nn.Module(), None)
+    inputs.forwards = cast("list[PipelinedForward]", forwards)
+    return StagedBatch(batch, announced, CPU, inputs, Streams(CPU), told=[[]])
 
 
 def parts() -> tuple[KeyedJaggedTensor, Tensor]:

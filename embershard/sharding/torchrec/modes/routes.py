@@ -1,0 +1,397 @@
+"""What a batch's ids and pooled rows of one sharded module do between the ranks: TorchRec's way, or by a `Route`.
+
+TorchRec asks the device for sizes, sends lengths and ids of each group of tables in collectives of their own, and wraps
+every part in objects that another step makes anew. A route is made once for a module: the ranks learn the sizes through
+host memory with their agreement on the batch (`Agreement.told`), lengths and ids of all tables travel in one
+all-to-all, and pooled rows in one each way, with the same values in the same order. What a route cannot do goes
+TorchRec's way, and :func:`why_no_route` says why.
+
+Letters: B samples of a rank, W ranks, F features of the module, N ids, D columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.feature_keys import FeatureIds, FeaturePlaces
+from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
+from embershard.sharding.torchrec.modules import CachedShardedEmbeddingBagCollection, ids_are_checked, in_batch
+from embershard.sharding.torchrec.spec import CACHED_KERNEL
+
+_ID_WORDS = 2  # of 4 bytes, beside lengths of one word
+PoolIds = list[tuple[CachedTableBatchedEmbeddings, FeatureIds]]
+
+
+class TorchRecExchange:
+    """One module's ids and pooled rows of one batch, TorchRec's way. Its methods are called in this order, all but
+    `pools` on every rank: the constructor exchanges sizes, `send` and `receive` ids, and `look_up` rows.
+
+    Args:
+        batch: on the device, of which `args` and `kwargs` are the module's input; its ids were checked.
+    """
+
+    def __init__(self, module: ShardedModule, batch: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self._module, self._context = module, module.create_context()
+        with ids_are_checked(module), in_batch(module, batch):
+            args, kwargs = module.preprocess_input(args, kwargs)
+            self._given = features_among(args, kwargs)  # until it has arrived
+            self._waiting = module.input_dist(self._context, *args, **kwargs)
+        self._is_sent = False
+        self._received: Any = None
+
+    def send(self) -> None:
+        """Send the ids, once the ranks know how many each of them sends. A second call does nothing."""
+        if not self._is_sent:
+            self._waiting, self._is_sent = self._waiting.wait(), True
+
+    def receive(self) -> None:
+        """Wait for the ids of this rank's tables. A second call does nothing, or what an exception cut off."""
+        if self._waiting is not None:
+            self._received, self._waiting = self._waiting.wait(), None
+        if self._given is not None and len(self._received):  # a batch of hot rows sends no ids
+            self._received = narrowed(self._module, self._received, self._given.values())
+        self._given = None
+
+    def pools(self) -> PoolIds:
+        """Return the module's pools on this rank, with the ids that each looks up."""
+        return [(pool, FeatureIds.of(ids)) for pool, ids in pools_with_features(self._module, self._received)]
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that this rank received."""
+        return sum(features.values().numel() for features in self._received)
+
+    @property
+    def kept(self) -> Any:
+        """What it keeps of the batch until the batch trains: the ids, and what the module notes of them."""
+        return self._received, self._context
+
+    def look_up(self) -> Any:
+        """Look up the rows, and exchange what was pooled; return what the module's own forward returns."""
+        return self._module.compute_and_output_dist(self._context, self._received)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until `stream` is done with it."""
+        self._context.record_stream(stream)
+        if self._received is not None:
+            self._received.record_stream(stream)
+
+
+def features_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeyedJaggedTensor | None:
+    """Return the features among a forward's arguments, or None."""
+    return next((value for value in [*args, *kwargs.values()] if isinstance(value, KeyedJaggedTensor)), None)
+
+
+def why_no_route(module: Any) -> str:
+    """Return why a sharded module's batches go TorchRec's way; empty: by a `Route`."""
+    if not torchrec.__version__.startswith("1.8."):
+        return f"TorchRec {torchrec.__version__} is not 1.8, whose modules a route reads"
+    if type(module) is not CachedShardedEmbeddingBagCollection:
+        return f"the module is a {type(module).__name__}"
+    if any(getattr(module, name, None) is not None for name in ("post_lookup_tracker_fn", "post_odist_tracker_fn")):
+        return "something tracks the lookups"
+    for sharding, output in zip(module._embedding_shardings, module._output_dists, strict=True):
+        is_whole = isinstance(sharding, TwPooledEmbeddingSharding | CwPooledEmbeddingSharding)
+        if not is_whole or type(output) is not TwPooledEmbeddingDist:
+            return f"a group of tables is a {type(sharding).__name__.strip('_')}"
+        if sharding.qcomm_codecs_registry:
+            return "the exchange is quantised"
+    by_rank = [own for sharding in module._embedding_shardings for own in sharding._grouped_embedding_configs_per_rank]
+    others = sorted({group.compute_kernel.value for own in by_rank for group in own} - {CACHED_KERNEL, "fused"})
+    return f"tables have the kernel {others[0]!r}" if others else ""
+
+
+class Route:
+    """How the ids of a sharded module reach their tables, and pooled rows their samples. The same on every rank.
+
+    Args:
+        module: one for which `why_no_route` is empty.
+
+    Attributes:
+        num_told: numbers that the ranks tell each other about a batch.
+    """
+
+    def __init__(self, module: Any) -> None:
+        shardings = module._embedding_shardings
+        self.module, self.group = module, module._env.process_group
+        self.rank, self.world_size = module._env.rank, module._env.world_size
+        self.kernels = [kernel.emb_module for lookup in module._lookups for kernel in lookup._emb_modules]
+        self._num_features = [n for lookup in module._lookups for n in lookup._feature_splits]  # of each kernel
+        by_rank = [[f for s in shardings for f in s.feature_names_per_rank()[r]] for r in range(self.world_size)]
+        self._features = list(dict.fromkeys(feature for own in by_rank for feature in own))
+        place = {feature: number for number, feature in enumerate(self._features)}
+        self.places_of_rank = [[place[feature] for feature in own] for own in by_rank]
+        self.num_told = 1 + len(self._features)
+        self.device = module._device
+        self._told = FeaturePlaces(self._features, torch.device("cpu"))
+        self.sent = FeaturePlaces([feature for own in by_rank for feature in own], self.device)
+        num_own = len(by_rank[self.rank])
+        by_feature = [source * num_own + f for f in range(num_own) for source in range(self.world_size)]
+        self.by_feature = torch.tensor(by_feature, dtype=torch.int32, device=self.device)
+        pools = [kernel for kernel in self.kernels if isinstance(kernel, CachedTableBatchedEmbeddings)]
+        #: Ids that have come become int32: all are of caches, which have fewer than 2^31 rows.
+        self.is_narrow = len(pools) == len(self.kernels) and not any(pool.keys.gives_rows for pool in pools)
+        self.columns = Columns(shardings, self.device)
+        self.names, self.dims = module._embedding_names, module._embedding_dims
+
+    # -- the ranks' agreement on a batch
+
+    def tell(self, features: KeyedJaggedTensor | None) -> list[float]:
+        """Return samples and ids of each feature of this rank's batch; -1 where it has to go TorchRec's way: the first
+        one, which TorchRec checks, and one with weights or batch sizes of its own."""
+        if (
+            features is None
+            or self.module._has_uninitialized_input_dist
+            or features.weights_or_none() is not None
+            or features.variable_stride_per_key()
+            or features.inverse_indices_or_none() is not None
+        ):
+            return [-1.0] * self.num_told
+        counts = features.length_per_key()
+        places, _ = self._told.of(features.keys())
+        return [features.stride(), *(counts[place] for place in places)]
+
+    def start(self, features: KeyedJaggedTensor, told: Sequence[Sequence[float]]) -> RoutedExchange | None:
+        """Return the exchange of a batch of which the ranks have told these numbers; None: it goes TorchRec's way."""
+        samples = told[0][0]
+        if samples < 1 or any(numbers[0] != samples for numbers in told):
+            return None
+        return RoutedExchange(self, features, [[int(number) for number in numbers] for numbers in told])
+
+    def by_kernel(self, counts: list[int], lengths: Tensor, ids: Tensor) -> list[_KernelIds]:
+        """Return what each of this rank's kernels looks up, of the ids [N] of all its features, `counts` of each, and
+        of their bags, feature after feature."""
+        if len(self.kernels) == 1:
+            return [_KernelIds(counts, lengths, ids)]
+        bounds = list(accumulate(self._num_features, initial=0))
+        of_kernel = [counts[first:stop] for first, stop in pairwise(bounds)]
+        num_bags = lengths.numel() // max(1, bounds[-1])
+        lengths_of = lengths.split([number * num_bags for number in self._num_features])
+        return list(map(_KernelIds, of_kernel, lengths_of, ids.split([sum(each) for each in of_kernel])))
+
+
+class _KernelIds(NamedTuple):
+    """Ids [N] that a kernel looks up, `counts` of each of its F features, in bags of `lengths` [F W B]."""
+
+    counts: list[int]
+    lengths: Tensor
+    ids: Tensor
+
+
+class _Sent(NamedTuple):
+    """Lengths and ids on their way. What comes, of each rank lengths and then ids, is cut by `cuts`."""
+
+    work: Any
+    received: Tensor
+    sent: Tensor  # until it has left
+    cuts: list[int]
+
+
+class RoutedExchange:
+    """One module's ids and pooled rows of one batch by its route; methods as those of `TorchRecExchange`.
+
+    Args:
+        sizes: by rank, the samples of its batch and the ids of each of the route's features.
+    """
+
+    def __init__(self, route: Route, features: KeyedJaggedTensor, sizes: list[list[int]]) -> None:
+        self._route, self._sizes = route, sizes
+        self._features: KeyedJaggedTensor | None = features  # until it has arrived
+        self._sent: _Sent | None = None
+        self._parts: list[_KernelIds] = []  # once it has
+
+    def send(self) -> None:
+        """Send lengths and ids, for each rank those of its tables. A second call does nothing."""
+        route, features = self._route, self._features
+        if route.world_size == 1 or self._sent is not None or features is None:
+            return
+        samples, *counts = self._sizes[route.rank]
+        num_ids = [sum(counts[place] for place in places) for places in route.places_of_rank]
+        lengths, ids = self._by_destination(features, sum(num_ids))
+        num_lengths = [samples * len(places) for places in route.places_of_rank]
+        num_words = [_ID_WORDS * number for number in num_ids]
+        words = ids.long().view(torch.int32)
+        parts = zip(lengths.int().split(num_lengths), words.split(num_words), strict=True)
+        sent = torch.cat([part for pair in parts for part in pair])
+        own = route.places_of_rank[route.rank]
+        ids_of = [_ID_WORDS * sum(others[place] for place in own) for _, *others in self._sizes]
+        cuts = [number for words in ids_of for number in (samples * len(own), words)]
+        incoming = [sum(pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
+        outgoing = [sum(pair) for pair in zip(num_lengths, num_words, strict=True)]
+        received = sent.new_empty(sum(incoming))
+        work = dist.all_to_all_single(received, sent, incoming, outgoing, route.group, async_op=True)
+        self._sent = _Sent(work, received, sent, cuts)
+
+    def _by_destination(self, features: KeyedJaggedTensor, num_ids: int) -> tuple[Tensor, Tensor]:
+        """Return lengths and ids of a batch in the order in which the ranks have the tables."""
+        keys = features.keys()
+        places, order = self._route.sent.of(keys)
+        if places == list(range(len(keys))):
+            return features.lengths().view(-1), features.values()
+        lengths = features.lengths().view(len(keys), -1)
+        lengths, ids = _permuted(order, lengths, features.values(), num_ids)
+        return lengths.view(-1), ids
+
+    def receive(self) -> None:
+        """Wait for the ids of this rank's tables, and put them in the order of the features. A second call does
+        nothing."""
+        route, features = self._route, self._features
+        if features is None:
+            return
+        own = route.places_of_rank[route.rank]
+        counts = [sum(others[1 + place] for others in self._sizes) for place in own]
+        if self._sent is None:
+            lengths, ids = self._by_destination(features, sum(counts))
+        else:
+            self._sent.work.wait()
+            parts = self._sent.received.split(self._sent.cuts)
+            lengths, ids = torch.cat(parts[::2]), torch.cat(parts[1::2]).view(torch.int64)
+            ids = ids.int() if route.is_narrow else ids
+            if own:
+                by_source = lengths.view(len(own) * route.world_size, -1)
+                lengths, ids = _permuted(route.by_feature, by_source, ids, sum(counts))
+        self._parts = route.by_kernel(counts, lengths.view(-1), ids)
+        self._features = self._sent = None
+
+    def pools(self) -> PoolIds:
+        """Return the module's pools on this rank, with the ids that each looks up."""
+        return [
+            (kernel, FeatureIds.of_counts(part.counts, part.ids))
+            for kernel, part in zip(self._route.kernels, self._parts, strict=True)
+            if isinstance(kernel, CachedTableBatchedEmbeddings)
+        ]
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that this rank received."""
+        return sum(part.ids.numel() for part in self._parts)
+
+    @property
+    def kept(self) -> Any:
+        """What it keeps of the batch until the batch trains."""
+        return self._parts
+
+    def look_up(self) -> KeyedTensor:
+        """Look up the rows, and exchange what was pooled: [B, sum of D] in the order of TorchRec's."""
+        route, samples = self._route, [numbers[0] for numbers in self._sizes]
+        found = []
+        for kernel, part in zip(route.kernels, self._parts, strict=True):
+            offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(part.lengths.long())
+            is_pool = isinstance(kernel, CachedTableBatchedEmbeddings)
+            found.append(kernel(part.ids if is_pool else part.ids.long(), offsets))
+        if route.world_size > 1:
+            anchor = torch.empty(sum(samples), 0, device=route.device, requires_grad=True)  # of a rank without tables
+            rows = _RowsToSamples.apply(route, samples, *(found or [anchor]))
+        else:
+            rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+            rows = rows if route.columns.order is None else _Reordered.apply(rows, route.columns)
+        return KeyedTensor(route.names, route.dims, rows)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until `stream` is done with it."""
+        for part in self._parts:
+            part.lengths.record_stream(stream)
+            part.ids.record_stream(stream)
+
+
+def _permuted(order: Tensor, lengths: Tensor, ids: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Return lengths [F, B] by an order of the features, and the `num_ids` ids of their bags."""
+    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, ids, None, num_ids)
+    return lengths, ids
+
+
+class Columns:
+    """The order of the columns [sum of D] of pooled rows: as they come from the ranks, and as TorchRec has them.
+
+    Attributes:
+        of_rank: columns that each rank sends.
+        of_kernel: columns of each kernel of this rank.
+        order: which block of `width` columns of those that come is the k-th; None: they are in order.
+        inverse: the other way.
+    """
+
+    def __init__(self, shardings: Sequence[Any], device: torch.device) -> None:
+        dims = [sharding._emb_dim_per_rank_per_feature() for sharding in shardings]  # by sharding, rank and feature
+        ranks = range(len(dims[0]))
+        self.of_rank = [sum(sum(of_sharding[rank]) for of_sharding in dims) for rank in ranks]
+        places = iter(range(sum(self.of_rank)))
+        came: list[list[list[int]]] = [[] for _ in shardings]  # columns of each block, by sharding
+        for rank in ranks:
+            for blocks, of_sharding in zip(came, dims, strict=True):
+                blocks += [[next(places) for _ in range(dim)] for dim in of_sharding[rank]]
+        wanted: list[int] = []
+        for sharding, blocks in zip(shardings, came, strict=True):
+            if getattr(sharding, "_permute_embeddings", False):  # column-wise: a table's blocks lie beside each other
+                blocks = [blocks[place] for place in sharding._embedding_order]
+            wanted += [column for block in blocks for column in block]
+        self.width = math.gcd(*(dim for of_sharding in dims for of_rank in of_sharding for dim in of_rank))
+        self.order: Tensor | None = None
+        self.inverse: Tensor | None = None
+        if wanted != list(range(len(wanted))):
+            self.order = torch.tensor(wanted[:: self.width], device=device) // self.width
+            self.inverse = self.order.argsort()
+
+    def put(self, rows: Tensor, order: Tensor | None) -> Tensor:
+        """Return rows [B, sum of D] with their columns by `order`, one of the two."""
+        if order is None:
+            return rows
+        return rows.view(len(rows), -1, self.width).index_select(1, order).view(len(rows), -1)
+
+
+class _Reordered(torch.autograd.Function):
+    """On one rank: pooled rows with their columns in order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Columns) -> Tensor:  # type: ignore[override]
+        ctx.columns = columns
+        return columns.put(rows, columns.order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.columns.put(gradient.contiguous(), ctx.columns.inverse), None
+
+
+class _RowsToSamples(torch.autograd.Function):
+    """From what this rank's kernels pooled for the samples of all ranks, each [W B, D of its features], to all columns
+    of its own samples, [B, sum of D]; the backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, samples: list[int], *found: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.route, ctx.samples, ctx.widths = route, samples, [rows.shape[1] for rows in found]
+        columns, own, width = route.columns, samples[route.rank], sum(ctx.widths)
+        rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        incoming = [own * number for number in columns.of_rank]
+        received = rows.new_empty(sum(incoming))
+        outgoing = [number * width for number in samples]
+        dist.all_to_all_single(received, rows.contiguous().view(-1), incoming, outgoing, route.group)
+        parts = [part.view(own, -1) for part in received.split(incoming) if part.numel()]
+        return columns.put(torch.cat(parts, dim=1), columns.order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        route, samples, columns = ctx.route, ctx.samples, ctx.route.columns
+        own, width = samples[route.rank], sum(ctx.widths)
+        gradient = columns.put(gradient.contiguous(), columns.inverse)
+        sent = torch.cat([part.reshape(-1) for part in gradient.split(columns.of_rank, dim=1)])
+        incoming = [number * width for number in samples]
+        received = sent.new_empty(sum(incoming))
+        outgoing = [own * number for number in columns.of_rank]
+        dist.all_to_all_single(received, sent, incoming, outgoing, route.group)
+        if get_gradient_division():  # as TorchRec does, there
+            received.div_(route.world_size)
+        rows = received.view(-1, width) if width else received.view(sum(samples), 0)
+        return None, None, *(rows.split(ctx.widths, dim=1) if len(ctx.widths) > 1 else (rows,))
