@@ -40,6 +40,10 @@ def check_process(settings: TrainConfig, device: torch.device) -> None:
             f"train.deterministic: got {_WORKSPACE}={got or '(not set)'}, needed {' or '.join(_WORKSPACES)} before "
             f"CUDA starts. Set it in the environment of the ranks: export {_WORKSPACE}={_WORKSPACES[0]}"
         )
+    if settings.cuda_graph and device.type != "cuda":
+        raise ConfigError(
+            f"train.cuda_graph: got true on a {device.type.upper()}, needed a GPU. Remove it, or train on one."
+        )
 
 
 def rank_threads(config: RunConfig, ranks: Ranks) -> RankThreads:

@@ -103,6 +103,11 @@ class TrainConfig:
     """Makes equal runs on equal machines train the same bits on GPUs, too, where sums else depend on which thread comes
     first; it is slower (docs/settings.md). `embershard verify` always compares in this mode."""
 
+    cuda_graph: Free[bool] = False
+    """On GPUs, captures the dense part of a step (forward, loss, gradients) once, and repeats it as a CUDA graph: the
+    host starts one operation in place of about a hundred. Not for models of one's own and over histories, dropout,
+    `accumulate`, "fp64". No GPU has run it."""
+
     on_non_finite: Free[Literal["stop", "skip"]] = "stop"
     """Reaction of all ranks to a loss that is NaN or infinite on one of them. `stop`: the run ends, and no checkpoint
     has what such a loss trained. `skip`: the batch trains nothing, as if it had not been there; the run ends when ten

@@ -97,7 +97,7 @@ class Trainer(Training):
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, options)
         self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)
         trained = self.optimizers.dense_parameters.values()
-        self._dense_call = DenseCall(self.model, config, trained, self.losses.exact)
+        self.dense_call = DenseCall(self.model, config, trained, self.losses.exact)
         identity = self.of_parts(lambda part: part.identity)
         self.state = RunState(config, self.source, self.model, self.optimizers, ranks, identity)
         for part in self.parts:
@@ -174,13 +174,13 @@ class Trainer(Training):
         return None
 
     def _train_batch(self, batch: Batch) -> Predicted:
-        with self._dense_call.used():
+        with self.dense_call.used():
             loss, predicted = self._forward(batch)
-        if problem := self.losses.add(loss, predicted, batch, self._dense_call.exact):
+        if problem := self.losses.add(loss, predicted, batch, self.dense_call.exact):
             raise _SkippedError(problem)
         with stage("backward"):
             loss.backward()  # trains the embedding rows too
-            self._dense_call.finish()
+            self.dense_call.finish()
         return predicted
 
     def _train_micro_batches(self, micro_batches: MicroBatches) -> Predicted:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from embershard.cache import CacheConfig
-from embershard.models import ModelConfig
 from embershard.sharding.torchrec import cache_stats
 from embershard.training import dense_call
 from embershard.training.config import RunConfig, TrainConfig
@@ -27,58 +26,23 @@ from tests.ranks import own_models
 from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here, make_config
 from tests.ranks.workers import RankPool
-from tests.unit.data.targets import target_config, write_targets
+from tests.unit.training.dense_models import config_of, counted, samples_in
+from tests.unit.training.recorded import record
 
 pytestmark = pytest.mark.ranks
-
-LAYERS: dict[str, Any] = {"dense_arch_layer_sizes": (16, 8), "over_arch_layer_sizes": (16, 8, 1)}
-TOWERS: dict[str, Any] = {**LAYERS, "expert_layer_sizes": (8, 6)}
-ADAM, SGD = DenseOptimizerConfig("adam", lr=0.01), DenseOptimizerConfig("sgd", lr=0.1, clip_norm=0.5)
-#: Architecture and its settings, kind of target, dense optimizer, precision.
-MODELS: dict[str, tuple[str, dict[str, Any], str, DenseOptimizerConfig, Any]] = {
-    "dlrm": ("dlrm", LAYERS, "plain", SGD, "fp32"),
-    "dlrm, adam": ("dlrm", LAYERS, "weighted", ADAM, "fp32"),
-    "dlrm, bf16": ("dlrm", LAYERS, "plain", ADAM, "bf16"),
-    "dcn": ("dlrm_dcn", LAYERS, "regression", ADAM, "fp32"),
-    "shared_bottom": ("shared_bottom", {**TOWERS, "funnel": ("click", "bought")}, "tasks", ADAM, "fp32"),
-    "mmoe": ("mmoe", {**TOWERS, "interaction": "dlrm_dcn", "num_experts": 3}, "tasks", SGD, "fp32"),
-    "ple": ("ple", {**TOWERS, "label_weighting": "uncertainty"}, "classes", ADAM, "fp32"),
-    "fm": ("fm", {}, "several", SGD, "fp32"),
-    "deepfm": ("deepfm", {"label_weighting": "uncertainty"}, "tasks", ADAM, "bf16"),
-    "wide_deep": ("wide_deep", {"over_arch_layer_sizes": (6, 1)}, "plain", ADAM, "fp32"),
-}
 
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_targets(tmp_path_factory.mktemp("dense_call") / "samples.parquet", 2400)
+    return samples_in(tmp_path_factory.mktemp("dense_call"))
 
 
-def config_of(name: str, samples: Path) -> RunConfig:
-    arch, layers, target, optimizer, precision = MODELS[name]
-    config = target_config(samples, target, model=ModelConfig(arch, 8, **layers), dense_optimizer=optimizer)  # type: ignore[arg-type]
-    if layers.get("label_weighting") == "uncertainty":
-        table = replace(config.data.table, label_weights=())
-        config = replace(config, data=replace(config.data, table=table))
-    return replace(config, train=replace(config.train, precision=precision))
-
-
-def counted(stack: ExitStack) -> list[int]:
-    """Return a list that gets the number of samples of each batch that the call computes."""
-    found, compute = list[int](), DenseCall.compute
-
-    def count(self: DenseCall, rows: torch.Tensor, batch: Any) -> Any:
-        found.append(len(rows))
-        return compute(self, rows, batch)
-
-    stack.enter_context(mock.patch.object(DenseCall, "compute", count))
-    return found
-
-
-def beside_stock(config: RunConfig) -> tuple[bool, str, int, int]:
+def beside_stock(config: RunConfig, records: bool = False) -> tuple[bool, str, int, int]:
     """Is it equal, and the verdict; how many batches the call computed, and how many trainings there were."""
     with ExitStack() as stack:
         computed = counted(stack)
+        if records:
+            stack.enter_context(mock.patch.object(DenseCall, "record", staticmethod(record)))
         verdict = own_models.verdict(config)
     return verdict.is_equal, str(verdict), len(computed), len(verdict.caches)
 
@@ -100,6 +64,15 @@ def test_the_bits_are_stocks(name: str, ranks: int, samples: Path, request: pyte
     for is_equal, verdict, computed, trainings in pool.run(beside_stock, config):
         assert is_equal, verdict
         assert computed == trainings * (steps - (0 if ranks == 1 else 3))
+
+
+@pytest.mark.parametrize("ranks", [2, matrix(4)])
+def test_the_bits_of_recorded_calls_are_stocks(ranks: int, samples: Path, request: pytest.FixtureRequest) -> None:
+    """One that Python computes, one that warms up, and the recorded one."""
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
+    for is_equal, verdict, computed, trainings in pool.run(beside_stock, config_of("dlrm, adam", samples), True):
+        assert is_equal, verdict
+        assert computed == 3 * trainings
 
 
 def life(config: RunConfig, goes_on: Path | None = None) -> tuple[list[Any], dict[str, torch.Tensor], list[int]]:

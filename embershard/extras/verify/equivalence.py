@@ -94,6 +94,7 @@ class _Runs(Comparison):
         """Train so many steps with the tables where `cached` has them; return losses, weights and states."""
         own_types: dict[str, Any] = {"host_dtype": "fp32", "host_dtypes": {}, "full_rows": None}
         config = replace(self._config, cache=replace(self._config.cache, enabled=False, **own_types))
+        config = replace(config, train=replace(config.train, cuda_graph=False))
         shapes = {table.name: (table.num_rows, table.dim, table.dtype) for table in tables_of_run(config)}
         tables = placements_of(cached.model.plan, shapes, table_groups(self._config))
         if self._stock is None or self._stock[0] != (steps, tables):
