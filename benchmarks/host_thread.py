@@ -18,6 +18,10 @@ is the processor time of the thread:
 plans, forward and backward, where a CPU does more than operations show). `estimate` is a model, not a measurement: who
 waits for whom on an H100, by the fixed and growing milliseconds of this machine, a plan's launches on the model of a
 GPU, and a GPU's datasheet.
+
+With `--stand-in` the dense part of a step, recorded once, is repeated by a function that computes nothing, as the host
+does with a CUDA graph (`train.cuda_graph`): what is left of its time, but for the start of the graph. Losses are then
+those of one batch.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from embershard.settings.files import load_config
 from embershard.sharding.torchrec.modules import CachedModule
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
+from embershard.training.dense_call import Computed
 from embershard.training.parts import part as part_module
 from embershard.training.parts.counts import StepMetrics
 from embershard.training.parts.loss_monitor import Losses
@@ -110,6 +115,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.02, help="rows of the tables relative to Criteo Kaggle")
     parser.add_argument("--warmup", type=int, default=4, help="steps before those that are measured")
     parser.add_argument("--steps", type=int, default=7, help="measured steps")
+    parser.add_argument("--stand-in", action="store_true", help="compute the dense part of ours once, as a CUDA graph")
     parser.add_argument("--quality-sizes", type=int, nargs="+", default=[16_384, 65_536, 524_288], metavar="SAMPLES")
     options = parser.parse_args()
     keep_memory()
@@ -139,6 +145,11 @@ def measure(mode: str, options: argparse.Namespace, ranks: Ranks) -> dict[str, A
         operations = {name: round(count) for name, count in large[who].operations.items() if count >= 1}
         found[who] = {"grows_ms": rounded(grows), "fixed_ms": rounded(fixed[who].host_ms), "operations": operations}
     return {**found, **beside_stock(found)}
+
+
+def stand_in(compute: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
+    """In place of a CUDA graph's capture: what it computed once stays."""
+    return compute(), lambda: None
 
 
 def beside_stock(found: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +258,8 @@ class Steps:
 
     def _ours(self, stack: contextlib.ExitStack) -> Callable[[], Any]:
         trainer = self._trainer(stack, MODES[self._mode])
+        if self._options.stand_in:
+            trainer.dense_call.record = stand_in
         reports = trainer.train()
         return lambda: next(reports)
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,18 +114,26 @@ def test_who_waits_follows_from_both_sides():
     assert [found[name]["waits"] for name in ("fp32", "tf32", "bf16")] == ["host", "host", "GPU"]
 
 
-@pytest.mark.slow
-def test_a_toy_run(tmp_path, monkeypatch):
+def toy_run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[str, Any]:
     monkeypatch.setattr(host_thread, "keep_memory", lambda: None)  # it is of the whole process
-    arguments = "--modes pooled --batch-size 64 --small 8 --steps 2 --warmup 2 --scale 0.001 --quality-sizes 100"
-    monkeypatch.setattr("sys.argv", ["host_thread", *arguments.split(), "--output", str(tmp_path / "found.json")])
+    arguments = "--modes pooled --batch-size 64 --small 8 --steps 2 --warmup 4 --scale 0.001 --quality-sizes 100"
+    words = ["host_thread", *arguments.split(), *options, "--output", str(folder / "found.json")]
+    monkeypatch.setattr("sys.argv", words)
     threads = torch.get_num_threads()
     try:
         host_thread.main()
     finally:
         torch.set_num_threads(threads)
-    found = json.loads((tmp_path / "found.json").read_text())
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_toy_run(tmp_path, monkeypatch):
+    found = toy_run(monkeypatch, tmp_path)
     pooled = found["modes"]["pooled"]
     assert set(host_thread.PARTS) | {"forward", "backward", "optimizer", "rest"} == set(pooled["ours"]["fixed_ms"])
     assert pooled["stock"]["operations"]["rest"] > 50
     assert [each["batch_size"] for each in found["estimate"]] == [8192] * 3 + [65_536] * 3
+    stand_in = toy_run(monkeypatch, tmp_path, "--stand-in")["modes"]["pooled"]
+    assert stand_in["ours"]["operations"]["forward"] < pooled["ours"]["operations"]["forward"] / 2
+    assert stand_in["stock"]["operations"] == pooled["stock"]["operations"]
