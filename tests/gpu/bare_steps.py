@@ -212,8 +212,9 @@ def kernels(place: Place) -> None:
 
 
 def training(place: Place) -> None:
-    """The quickstart, short: waits of each step, and losses beside those of a CPU. Where FBGEMM has no kernels for the
-    GPU, its CPU build declares the operations, and torch's compute them (`tests/gpu/torch_tables.py`)."""
+    """The quickstart, short: waits of each step, losses beside those of a CPU, and those of its dense part as a CUDA
+    graph. Where FBGEMM has no kernels for the GPU, its CPU build declares the operations, and torch's compute them
+    (`tests/gpu/torch_tables.py`)."""
     if find_spec("torchrec") is None or find_spec("fbgemm_gpu") is None:
         place.note("skipped", "TorchRec and FBGEMM's CPU build are not here: docs/first_hour.md says how to carry them")
         return
@@ -232,6 +233,11 @@ def training(place: Place) -> None:
     ours, theirs = (_losses(runs / name / "metrics.jsonl") for name in ("run", "cpu"))
     place.note("losses", ours)
     place.note("farthest from the CPU's", max(abs(each - theirs[step]) for step, each in ours.items()))
+    if place.num_gpus:
+        words = ["none" if is_of_gpus else place.device, "train", "quickstart", "--run-dir", str(runs / "graph")]
+        words += quickstart(place, **{"train.log_every": 10, "train.cuda_graph": "true"})
+        place.command("graph", [sys.executable, "-m", "tests.gpu.torch_tables", *words])
+        place.note("losses with train.cuda_graph", _losses(runs / "graph" / "metrics.jsonl"))
 
 
 def _losses(metrics: Path) -> dict[int, float]:

@@ -59,7 +59,7 @@ SMALL_ROWS: dict[str, parity.Case] = {
 }
 TARGETS = ("several", "weighted regression", "tasks", "classes")
 HISTORIES = ("din", "tbsm", "hstu")
-RUNS = (*TARGETS, *HISTORIES, "own model")
+RUNS = (*TARGETS, *HISTORIES, "own model", "cuda graph")
 
 
 def check_mode(pool: RankPool, name: str, device: str, num_ranks: int) -> None:
@@ -102,14 +102,16 @@ def check_small_rows(pool: RankPool, name: str, device: str) -> None:
 
 def run_config(name: str, folder: Path, device: str) -> RunConfig:
     """Settings of a small run, whose data are written to `folder`."""
-    if name in TARGETS:
-        config = target_config(write_targets(folder / "samples.parquet"), name)
+    graph = name == "cuda graph"
+    if name in TARGETS or graph:
+        config = target_config(write_targets(folder / "samples.parquet"), "weighted" if graph else name)
     elif name in HISTORIES:
         config = own_models.history_config(name, make_windows(folder, users=2000, items=3000, history=6))
         config = replace(config, cache=replace(config.cache, ratio=0.06))
     else:
         config = own_models.own_config(cache=replace(own_models.own_config().cache, ratio=0.025))
-    return replace(config, train=replace(config.train, device=device))
+    on_gpu = device == "cuda"
+    return replace(config, train=replace(config.train, device=device, cuda_graph=graph and on_gpu))
 
 
 def verdict(config: RunConfig) -> Equivalence:

@@ -314,6 +314,8 @@ def switches() -> dict[str, dict[str, Any]]:
 def modes(place: Place) -> None:
     """Every mode and switch for 60 steps, and `embershard verify`."""
     cases = MODES | switches()
+    if place.num_gpus:
+        cases["cuda_graph"] = {"train.cuda_graph": "true"}
     for number, (name, settings) in enumerate(cases.items()):
         words = ["train", "quickstart", "--run-dir", str(place.out / place.name / "runs" / name)]
         share = 1 / (len(cases) + 2 - number)
