@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,4 +97,4 @@ def arithmetic(settings: TrainConfig, device: torch.device) -> Iterator[None]:
 
 def autocast(settings: TrainConfig, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context of a forward, in the precision of the settings."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16")
+    return torch.autocast(device.type, dtype=torch.bfloat16) if settings.precision == "bf16" else nullcontext()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -237,15 +237,20 @@ def compute_in_float64(model: DLRMTrain, world_size: int) -> None:
     layers.sparse_arch.register_forward_hook(lambda _, __, pooled: _widen(pooled, world_size))
 
 
-@contextmanager
-def divided_once(config: RunConfig, plan: Plan | None) -> Iterator[None]:
+def divided_once(config: RunConfig, plan: Plan | None) -> AbstractContextManager[None]:
     """With "fp64", divide gradients of embeddings before they are rounded, in a forward and its backward.
 
     Without a cache, gradients of replicated tables are divided by DDP: with such tables all are divided as ever.
     """
-    was, tables = get_gradient_division(), () if plan is None or config.cache.enabled else plan.tables
+    tables = () if plan is None or config.cache.enabled else plan.tables
     ddp_divides = any(table.kernel == "replicated" for table in tables)
-    set_gradient_division(was and (config.train.precision != "fp64" or ddp_divides))
+    return nullcontext() if config.train.precision != "fp64" or ddp_divides else _not_divided_later()
+
+
+@contextmanager
+def _not_divided_later() -> Iterator[None]:
+    was = get_gradient_division()
+    set_gradient_division(False)
     try:
         yield
     finally:
