@@ -39,14 +39,17 @@ from unittest import mock
 
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.models.dlrm import SparseArch
 
 from benchmarks.common import machine, make_parser, median_ms, report, settings_of
 from benchmarks.host_clock import REST, HostClock, keep_memory, medians
 from embershard import process_group
 from embershard.data import BatchStream, Target
 from embershard.distributed import Ranks
+from embershard.extras.networks import factorization
 from embershard.launch.screen import silence_libraries
 from embershard.metrics.predictions import Predicted, PredictionWindow
+from embershard.models import build
 from embershard.pipeline import LookAheadPipeline
 from embershard.pipeline.staged_batch import StagedBatch
 from embershard.settings.files import load_config
@@ -265,7 +268,10 @@ class Steps:
 
     def _stock(self, stack: contextlib.ExitStack) -> Callable[[], Any]:
         model = {name: value for name, value in MODES[self._mode].items() if name.startswith("model.")}
-        trainer = self._trainer(stack, {**model, **_STOCK})
+        with contextlib.ExitStack() as own:  # TorchRec's own layer, too
+            for layers in (build, factorization):
+                own.enter_context(mock.patch.object(layers, "PooledRows", SparseArch))
+            trainer = self._trainer(stack, {**model, **_STOCK})
         pipeline: Any = TrainPipelineSparseDist(trainer.model, trainer.optimizers.dense, self._ranks.device)
         batches = iter(trainer.stream)
         return lambda: pipeline.progress(batches)
