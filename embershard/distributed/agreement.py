@@ -2,7 +2,7 @@
 that has no batch left.
 
 A step of a sharded model is collective: a rank that has no batch, or whose input failed, must not leave the others
-waiting in it. Every decision is one small all-gather, with which other numbers travel.
+waiting in it. Every decision is one small all-reduce, with which other numbers travel.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +40,7 @@ class Agreement:
     of work may stand between the two. With one rank, or without a process group, nothing is communicated.
 
     Args:
-        device: of the rank. The all-gather runs in host memory where the group supports that (gloo, or
+        device: of the rank. The all-reduce runs in host memory where the group supports that (gloo, or
             "cpu:gloo,cuda:nccl"). With NCCL alone it runs on the GPU, behind the collectives that training has queued:
             `result` waits for those, too.
         group: the ranks; None means all of them.
@@ -47,24 +48,24 @@ class Agreement:
 
     Attributes:
         wish: the largest number that a rank gave to `start`; the same on every rank after `result`.
-        told: the `num_told` numbers of each rank; the same on every rank after `result`.
+        told: the numbers of each rank, float64 [W, num_told]; the same on every rank after `result`.
     """
 
     def __init__(self, device: torch.device | str, group: dist.ProcessGroup | None = None, num_told: int = 0) -> None:
         device, ranked = torch.device(device), dist.is_available() and dist.is_initialized()
-        self.wish, self.told = 0, list[list[float]]()
+        self.wish, self.told = 0, np.empty((0, num_told))
         self._rank = dist.get_rank() if ranked else 0
         self._nobody = dist.get_world_size() if ranked else 1  # above every rank
         self._failed = self._nobody
         self._group = group
         self._size = dist.get_world_size(group) if ranked else 1
         self._num_told = num_told
-        self._own: Any = None  # numbers of this rank in the round
-        self._all = torch.empty(self._size * (3 + num_told), dtype=torch.float64)
+        self._all = torch.zeros(self._size, 3 + num_told, dtype=torch.float64)  # each rank adds its own to zeros
+        self._place = dist.get_rank(group) if ranked else 0
         self._wait: Callable[[], Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and self._size > 1 and "cpu:" not in dist.get_backend_config(group):
-            # A stream of its own: the host then waits for this all-gather, not for the training step in flight.
+            # A stream of its own: the host then waits for this all-reduce, not for the training step in flight.
             self._stream = torch.cuda.Stream(device)
             self._all = self._all.pin_memory()
 
@@ -73,19 +74,20 @@ class Agreement:
         assert self._wait is None, "result() of the round before comes first"
         told = [0.0] * self._num_told if tell is None else tell
         assert len(told) == self._num_told, f"{len(told)} numbers, and the ranks agreed on {self._num_told}"
-        self._own = [int(state), self._rank if state == Supply.FAILED else self._nobody, wish, *told]
+        own = [int(state), self._rank if state == Supply.FAILED else self._nobody, wish, *told]
+        numbers = self._all.numpy()
+        numbers[:] = 0.0
+        numbers[self._place] = own
         if self._size == 1:
             self._wait = lambda: None
             return
-        self._own = own = torch.tensor(self._own, dtype=torch.float64)
-        if self._stream is None:
-            self._wait = dist.all_gather_into_tensor(self._all, own, self._group, async_op=True).wait
+        if self._stream is None:  # half of the host's time of an all-gather
+            self._wait = dist.all_reduce(self._all, group=self._group, async_op=True).wait
             return
         with torch.cuda.stream(self._stream):
-            gathered = torch.empty_like(self._all, device=self._stream.device)
-            on_device = own.pin_memory().to(self._stream.device, non_blocking=True)
-            dist.all_gather_into_tensor(gathered, on_device, self._group, async_op=True).wait()
-            self._all.copy_(gathered, non_blocking=True)
+            on_device = self._all.to(self._stream.device, non_blocking=True)
+            dist.all_reduce(on_device, group=self._group, async_op=True).wait()
+            self._all.copy_(on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._wait = done.synchronize
@@ -95,10 +97,9 @@ class Agreement:
         assert self._wait is not None, "start() comes first"
         wait, self._wait = self._wait, None
         wait()
-        by_rank = [self._own] if self._size == 1 else self._all.view(self._size, -1).tolist()
-        states, failed, wishes = zip(*(numbers[:3] for numbers in by_rank), strict=True)
+        states, failed, wishes = self._all[:, :3].t().tolist()
         self._failed, self.wish = int(min(failed)), int(max(wishes))
-        self.told = [numbers[3:] for numbers in by_rank]
+        self.told = self._all.numpy()[:, 3:].copy()
         return Supply(int(min(states)))
 
     def failure(self) -> DataError:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from embershard.distributed.agreement import Agreement, Supply
+from embershard.sharding.torchrec.modes.routes import Told
 
 _NO_BATCH = object()
 
@@ -80,7 +81,7 @@ class Intake:
         self._agreement.start(state, wish, self._told if state in (Supply.READY, Supply.FULL) else None)
         self._is_asked = True
 
-    def enter(self, let_in: Callable[[Any, Any, Sequence[Sequence[float]]], None]) -> bool:
+    def enter(self, let_in: Callable[[Any, Any, Told], None]) -> bool:
         """After :meth:`offer`: call `let_in(batch, checked, told)` if every rank has a batch, with what the check read
         of it and the numbers of each rank's; return False if not now, or never. After an exception of `let_in` it is
         called again, and the other ranks, which have let theirs in, are not asked again.

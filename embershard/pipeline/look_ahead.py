@@ -42,6 +42,7 @@ from embershard.sharding.memory_model import MAX_KNOWN_BYTES, known_together
 from embershard.sharding.torchrec import cached_embeddings
 from embershard.sharding.torchrec.compat import name_work_for_profilers_only
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.modes.routes import Told
 from embershard.units import size
 
 _log = logging.getLogger(__name__)
@@ -371,7 +372,7 @@ class LookAheadPipeline:
         self._depth.agree(self._intake.wish)
         return is_in
 
-    def _let_in(self, batch: Any, announced: Any, told: Sequence[Sequence[float]]) -> None:
+    def _let_in(self, batch: Any, announced: Any, told: Told) -> None:
         with self._exchange:
             self._window.add(StagedBatch(batch, announced, self._device, self._inputs, self._streams, told))
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.fx import _symbolic_trace
@@ -24,7 +25,7 @@ from embershard.interrupts import interrupts_wait
 from embershard.pipeline.left_steps import BackwardWatch
 from embershard.pipeline.module_input import ModuleInput
 from embershard.sharding.torchrec.compat import unwrapped
-from embershard.sharding.torchrec.modes.routes import Route, TorchRecExchange, features_among, why_no_route
+from embershard.sharding.torchrec.modes.routes import Route, Told, TorchRecExchange, features_among, why_no_route
 from embershard.sharding.torchrec.modules import check_ids
 
 _log = logging.getLogger(__name__)
@@ -65,16 +66,13 @@ class ModelInputs:
         read = {forward.module: features for forward, features in zip(self.forwards, checked, strict=True)}
         return [number for module, route in self._routes.items() for number in route.tell(read.get(module))]
 
-    def start(self, batch: Any, told: Sequence[Sequence[float]]) -> dict[str, ModuleInput]:
+    def start(self, batch: Any, told: Told) -> dict[str, ModuleInput]:
         """Start to exchange the ids of a batch, which is on the device and checked, of which the ranks have told these
         numbers; return the inputs of the modules by name. Collective."""
-        own: dict[ShardedModule, list[Sequence[float]]] = {}
-        first = 0
-        for module, route in self._routes.items():
-            own[module] = [numbers[first : first + route.num_told] for numbers in told]
-            first += route.num_told
+        bounds = np.cumsum([route.num_told for route in self._routes.values()])[:-1]
+        own = dict(zip(self._routes, np.split(told, bounds, axis=1), strict=True)) if self._routes else {}
         return {
-            forward.name: forward.start(batch, self._routes.get(forward.module), own.get(forward.module, ()))
+            forward.name: forward.start(batch, self._routes.get(forward.module), own.get(forward.module))
             for forward in self.forwards
         }
 
@@ -165,12 +163,12 @@ class PipelinedForward:
             check_ids(self.module, features)
         return features
 
-    def start(self, batch: Any, route: Route | None, told: Sequence[Sequence[float]]) -> ModuleInput:
+    def start(self, batch: Any, route: Route | None, told: Told | None) -> ModuleInput:
         """Start to exchange the module's ids of `batch`, which is checked: by its route where it has one, and by what
         the ranks have told of the batch. Collective."""
         args, kwargs = self.args.build_args_kwargs(batch)
         features = features_among(args, kwargs)
-        routed = None if route is None or features is None else route.start(features, told)
+        routed = None if route is None or told is None or features is None else route.start(features, told)
         return ModuleInput(routed or TorchRecExchange(self.module, batch, args, kwargs))
 
     def remove(self) -> None:

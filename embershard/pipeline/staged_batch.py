@@ -17,6 +17,7 @@ from embershard.pipeline.left_steps import collectives_begun
 from embershard.pipeline.module_input import ModuleInput
 from embershard.pipeline.pipelined_forward import ModelInputs
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
+from embershard.sharding.torchrec.modes.routes import Told
 
 
 class StagedBatch:
@@ -50,7 +51,7 @@ class StagedBatch:
         device: torch.device,
         model_inputs: ModelInputs,
         streams: Streams,
-        told: Sequence[Sequence[float]],
+        told: Told,
     ) -> None:
         self.batch = batch
         self._device, self._forwards, self._streams = device, model_inputs.forwards, streams

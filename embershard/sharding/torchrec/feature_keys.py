@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -44,9 +45,13 @@ class FeatureIds(NamedTuple):
         return FeatureIds.of_counts(features.length_per_key(), features.values())
 
     @staticmethod
-    def of_counts(counts: Sequence[int], ids: Tensor) -> FeatureIds:
+    def of_counts(counts: Sequence[int] | NDArray[np.int64], ids: Tensor) -> FeatureIds:
         """Return ids [N] of features that have so many each."""
-        return FeatureIds(ids, memory.on_device(list(accumulate(counts, initial=0)), ids.device))
+        bounds = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=bounds[1:])
+        if ids.is_cpu:
+            return FeatureIds(ids, torch.from_numpy(bounds))
+        return FeatureIds(ids, memory.on_device(bounds.tolist(), ids.device))
 
     def lengths(self, num_features: int) -> Tensor:
         """Return the number of ids per feature int64 [F]."""

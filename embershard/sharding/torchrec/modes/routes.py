@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -33,6 +34,9 @@ from embershard.sharding.torchrec.modules import CachedShardedEmbeddingBagCollec
 from embershard.sharding.torchrec.spec import CACHED_KERNEL
 
 _ID_WORDS = 2  # of 4 bytes, beside lengths of one word
+Ints = NDArray[np.int64]
+#: What the ranks tell each other of a batch, a row for each of them.
+Told = NDArray[np.float64]
 PoolIds = list[tuple[CachedTableBatchedEmbeddings, FeatureIds]]
 
 
@@ -132,19 +136,24 @@ class Route:
         self.kernels = [kernel.emb_module for lookup in module._lookups for kernel in lookup._emb_modules]
         self._num_features = [n for lookup in module._lookups for n in lookup._feature_splits]  # of each kernel
         by_rank = [[f for s in shardings for f in s.feature_names_per_rank()[r]] for r in range(self.world_size)]
-        self._features = list(dict.fromkeys(feature for own in by_rank for feature in own))
-        place = {feature: number for number, feature in enumerate(self._features)}
-        self.places_of_rank = [[place[feature] for feature in own] for own in by_rank]
-        self.num_told = 1 + len(self._features)
+        sent = [feature for own in by_rank for feature in own]
+        features = list(dict.fromkeys(sent))
+        self.num_told = 1 + len(features)
         self.device = module._device
-        self._told = FeaturePlaces(self._features, torch.device("cpu"))
-        self.sent = FeaturePlaces([feature for own in by_rank for feature in own], self.device)
+        self._told = FeaturePlaces(features, torch.device("cpu"))
+        self.sent = FeaturePlaces(sent, self.device)
+        #: Of what is sent, feature after feature: its place in what is told, and where each rank's part begins.
+        self.places = np.array([1 + features.index(feature) for feature in sent], np.int64)
+        self.num_of_rank = np.array([len(own) for own in by_rank], np.int64)
+        self.bounds = np.concatenate([[0], self.num_of_rank.cumsum()])
+        self.own_places = self.places[self.bounds[self.rank] : self.bounds[self.rank + 1]]
         num_own = len(by_rank[self.rank])
         by_feature = [source * num_own + f for f in range(num_own) for source in range(self.world_size)]
         self.by_feature = torch.tensor(by_feature, dtype=torch.int32, device=self.device)
         pools = [kernel for kernel in self.kernels if isinstance(kernel, CachedTableBatchedEmbeddings)]
         #: Ids that have come become int32: all are of caches, which have fewer than 2^31 rows.
         self.is_narrow = len(pools) == len(self.kernels) and not any(pool.keys.gives_rows for pool in pools)
+        self.in_order = list(range(len(sent)))
         self.columns = Columns(shardings, self.device)
         self.names, self.dims = module._embedding_names, module._embedding_dims
 
@@ -165,29 +174,29 @@ class Route:
         places, _ = self._told.of(features.keys())
         return [features.stride(), *(counts[place] for place in places)]
 
-    def start(self, features: KeyedJaggedTensor, told: Sequence[Sequence[float]]) -> RoutedExchange | None:
-        """Return the exchange of a batch of which the ranks have told these numbers; None: it goes TorchRec's way."""
-        samples = told[0][0]
-        if samples < 1 or any(numbers[0] != samples for numbers in told):
-            return None
-        return RoutedExchange(self, features, [[int(number) for number in numbers] for numbers in told])
+    def start(self, features: KeyedJaggedTensor, told: Told) -> RoutedExchange | None:
+        """Return the exchange of a batch of which the ranks have told these numbers, [W, num_told]; None: it goes
+        TorchRec's way."""
+        sizes = told.astype(np.int64)
+        samples = sizes[:, 0].tolist()
+        is_even = samples[0] > 0 and samples.count(samples[0]) == len(samples)
+        return RoutedExchange(self, features, sizes) if is_even else None
 
-    def by_kernel(self, counts: list[int], lengths: Tensor, ids: Tensor) -> list[_KernelIds]:
+    def by_kernel(self, counts: Ints, lengths: Tensor, ids: Tensor) -> list[_KernelIds]:
         """Return what each of this rank's kernels looks up, of the ids [N] of all its features, `counts` of each, and
         of their bags, feature after feature."""
         if len(self.kernels) == 1:
             return [_KernelIds(counts, lengths, ids)]
-        bounds = list(accumulate(self._num_features, initial=0))
-        of_kernel = [counts[first:stop] for first, stop in pairwise(bounds)]
-        num_bags = lengths.numel() // max(1, bounds[-1])
+        of_kernel = np.split(counts, np.cumsum(self._num_features)[:-1])
+        num_bags = lengths.numel() // max(1, len(counts))
         lengths_of = lengths.split([number * num_bags for number in self._num_features])
-        return list(map(_KernelIds, of_kernel, lengths_of, ids.split([sum(each) for each in of_kernel])))
+        return list(map(_KernelIds, of_kernel, lengths_of, ids.split([int(each.sum()) for each in of_kernel])))
 
 
 class _KernelIds(NamedTuple):
     """Ids [N] that a kernel looks up, `counts` of each of its F features, in bags of `lengths` [F W B]."""
 
-    counts: list[int]
+    counts: Ints
     lengths: Tensor
     ids: Tensor
 
@@ -205,11 +214,11 @@ class RoutedExchange:
     """One module's ids and pooled rows of one batch by its route; methods as those of `TorchRecExchange`.
 
     Args:
-        sizes: by rank, the samples of its batch and the ids of each of the route's features.
+        sizes: the samples of each rank's batch, and the ids of each of the route's features: [W, num_told].
     """
 
-    def __init__(self, route: Route, features: KeyedJaggedTensor, sizes: list[list[int]]) -> None:
-        self._route, self._sizes = route, sizes
+    def __init__(self, route: Route, features: KeyedJaggedTensor, sizes: Ints) -> None:
+        self._route, self._sizes, self._samples = route, sizes, int(sizes[0, 0])
         self._features: KeyedJaggedTensor | None = features  # until it has arrived
         self._sent: _Sent | None = None
         self._parts: list[_KernelIds] = []  # once it has
@@ -219,28 +228,26 @@ class RoutedExchange:
         route, features = self._route, self._features
         if route.world_size == 1 or self._sent is not None or features is None:
             return
-        samples, *counts = self._sizes[route.rank]
-        num_ids = [sum(counts[place] for place in places) for places in route.places_of_rank]
-        lengths, ids = self._by_destination(features, sum(num_ids))
-        num_lengths = [samples * len(places) for places in route.places_of_rank]
-        num_words = [_ID_WORDS * number for number in num_ids]
+        ends = np.zeros(len(route.places) + 1, np.int64)  # of the ids of each feature that is sent
+        np.cumsum(self._sizes[route.rank, route.places], out=ends[1:])
+        lengths, ids = self._by_destination(features, int(ends[-1]))
+        num_lengths, num_words = self._samples * route.num_of_rank, _ID_WORDS * np.diff(ends[route.bounds])
         words = ids.long().view(torch.int32)
-        parts = zip(lengths.int().split(num_lengths), words.split(num_words), strict=True)
+        parts = zip(lengths.int().split(num_lengths.tolist()), words.split(num_words.tolist()), strict=True)
         sent = torch.cat([part for pair in parts for part in pair])
-        own = route.places_of_rank[route.rank]
-        ids_of = [_ID_WORDS * sum(others[place] for place in own) for _, *others in self._sizes]
-        cuts = [number for words in ids_of for number in (samples * len(own), words)]
-        incoming = [sum(pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
-        outgoing = [sum(pair) for pair in zip(num_lengths, num_words, strict=True)]
-        received = sent.new_empty(sum(incoming))
+        cuts = np.empty((route.world_size, 2), np.int64)
+        cuts[:, 0] = self._samples * len(route.own_places)
+        cuts[:, 1] = _ID_WORDS * self._sizes[:, route.own_places].sum(axis=1)
+        received = sent.new_empty(int(cuts.sum()))
+        incoming, outgoing = cuts.sum(axis=1).tolist(), (num_lengths + num_words).tolist()
         work = dist.all_to_all_single(received, sent, incoming, outgoing, route.group, async_op=True)
-        self._sent = _Sent(work, received, sent, cuts)
+        self._sent = _Sent(work, received, sent, cuts.ravel().tolist())
 
     def _by_destination(self, features: KeyedJaggedTensor, num_ids: int) -> tuple[Tensor, Tensor]:
         """Return lengths and ids of a batch in the order in which the ranks have the tables."""
         keys = features.keys()
         places, order = self._route.sent.of(keys)
-        if places == list(range(len(keys))):
+        if places == self._route.in_order[: len(keys)]:
             return features.lengths().view(-1), features.values()
         lengths = features.lengths().view(len(keys), -1)
         lengths, ids = _permuted(order, lengths, features.values(), num_ids)
@@ -252,18 +259,17 @@ class RoutedExchange:
         route, features = self._route, self._features
         if features is None:
             return
-        own = route.places_of_rank[route.rank]
-        counts = [sum(others[1 + place] for others in self._sizes) for place in own]
+        counts = self._sizes[:, route.own_places].sum(axis=0)
         if self._sent is None:
-            lengths, ids = self._by_destination(features, sum(counts))
+            lengths, ids = self._by_destination(features, int(counts.sum()))
         else:
             self._sent.work.wait()
             parts = self._sent.received.split(self._sent.cuts)
             lengths, ids = torch.cat(parts[::2]), torch.cat(parts[1::2]).view(torch.int64)
             ids = ids.int() if route.is_narrow else ids
-            if own:
-                by_source = lengths.view(len(own) * route.world_size, -1)
-                lengths, ids = _permuted(route.by_feature, by_source, ids, sum(counts))
+            if len(counts):
+                by_source = lengths.view(len(counts) * route.world_size, -1)
+                lengths, ids = _permuted(route.by_feature, by_source, ids, int(counts.sum()))
         self._parts = route.by_kernel(counts, lengths.view(-1), ids)
         self._features = self._sent = None
 
@@ -287,15 +293,16 @@ class RoutedExchange:
 
     def look_up(self) -> KeyedTensor:
         """Look up the rows, and exchange what was pooled: [B, sum of D] in the order of TorchRec's."""
-        route, samples = self._route, [numbers[0] for numbers in self._sizes]
-        found = []
+        route, found = self._route, []
         for kernel, part in zip(route.kernels, self._parts, strict=True):
             offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(part.lengths.long())
             is_pool = isinstance(kernel, CachedTableBatchedEmbeddings)
             found.append(kernel(part.ids if is_pool else part.ids.long(), offsets))
         if route.world_size > 1:
-            anchor = torch.empty(sum(samples), 0, device=route.device, requires_grad=True)  # of a rank without tables
-            rows = _RowsToSamples.apply(route, samples, *(found or [anchor]))
+            if not found:  # of a rank without tables
+                num_samples = route.world_size * self._samples
+                found.append(torch.empty(num_samples, 0, device=route.device, requires_grad=True))
+            rows = _RowsToSamples.apply(route, self._samples, *found)
         else:
             rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
             rows = rows if route.columns.order is None else _Reordered.apply(rows, route.columns)
@@ -370,28 +377,26 @@ class _RowsToSamples(torch.autograd.Function):
     of its own samples, [B, sum of D]; the backward sends gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, route: Route, samples: list[int], *found: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, route: Route, samples: int, *found: Tensor) -> Tensor:  # type: ignore[override]
         ctx.route, ctx.samples, ctx.widths = route, samples, [rows.shape[1] for rows in found]
-        columns, own, width = route.columns, samples[route.rank], sum(ctx.widths)
+        columns, width = route.columns, sum(ctx.widths)
         rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-        incoming = [own * number for number in columns.of_rank]
+        incoming, outgoing = [samples * number for number in columns.of_rank], [samples * width] * route.world_size
         received = rows.new_empty(sum(incoming))
-        outgoing = [number * width for number in samples]
         dist.all_to_all_single(received, rows.contiguous().view(-1), incoming, outgoing, route.group)
-        parts = [part.view(own, -1) for part in received.split(incoming) if part.numel()]
+        parts = [part.view(samples, -1) for part in received.split(incoming) if part.numel()]
         return columns.put(torch.cat(parts, dim=1), columns.order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         route, samples, columns = ctx.route, ctx.samples, ctx.route.columns
-        own, width = samples[route.rank], sum(ctx.widths)
+        width = sum(ctx.widths)
         gradient = columns.put(gradient.contiguous(), columns.inverse)
         sent = torch.cat([part.reshape(-1) for part in gradient.split(columns.of_rank, dim=1)])
-        incoming = [number * width for number in samples]
+        incoming, outgoing = [samples * width] * route.world_size, [samples * number for number in columns.of_rank]
         received = sent.new_empty(sum(incoming))
-        outgoing = [own * number for number in columns.of_rank]
         dist.all_to_all_single(received, sent, incoming, outgoing, route.group)
         if get_gradient_division():  # as TorchRec does, there
             received.div_(route.world_size)
-        rows = received.view(-1, width) if width else received.view(sum(samples), 0)
+        rows = received.view(samples * route.world_size, width)
         return None, None, *(rows.split(ctx.widths, dim=1) if len(ctx.widths) > 1 else (rows,))
