@@ -46,6 +46,7 @@ from benchmarks.host_clock import REST, HostClock, keep_memory, medians
 from embershard import process_group
 from embershard.data import BatchStream, Target
 from embershard.distributed import Ranks
+from embershard.extras.dense_graph import DenseGraph
 from embershard.extras.networks import factorization
 from embershard.launch.screen import silence_libraries
 from embershard.metrics.predictions import Predicted, PredictionWindow
@@ -262,7 +263,7 @@ class Steps:
     def _ours(self, stack: contextlib.ExitStack) -> Callable[[], Any]:
         trainer = self._trainer(stack, MODES[self._mode])
         if self._options.stand_in:
-            trainer.dense_call.record = stand_in
+            trainer.dense_call.by = DenseGraph(trainer.dense_call, stand_in)
         reports = trainer.train()
         return lambda: next(reports)
 

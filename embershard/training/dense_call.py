@@ -3,7 +3,7 @@
 What is left of a step's backward is that of the embeddings and their exchange. The operations and their order are those
 of a backward through the whole model under DDP, and so are the bits.
 
-With `train.cuda_graph` they are recorded once, for batches of one shape, and then repeated without Python.
+With `train.cuda_graph` they are captured once, and repeated without Python (`embershard/extras/dense_graph.py`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, clear_autocast_cache, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.data import Batch
 from embershard.errors import ConfigError
+from embershard.lazy_names import named
 from embershard.metrics.predictions import Predicted
 from embershard.models.loss import WithLoss
 from embershard.stages import stage
@@ -43,8 +42,6 @@ class Computed(NamedTuple):
     gradients: tuple[Tensor, ...]
 
 
-#: From a call to what it computed, and a function that repeats its operations on the same memory.
-Record = Callable[[Callable[[], Computed]], tuple[Computed, Callable[[], None]]]
 _TABLES = "sparse_arch"  # of the built-in models; it returns pooled rows [B, F, D]
 
 
@@ -83,13 +80,14 @@ class DenseCall:
 
     Attributes:
         exact: what `exact_losses` returned for the last batch; None where it went through DDP.
-        record: records a call, to repeat it for batches of its shape; None: Python computes each one.
+        by: what computes a batch: `compute`, or what repeats it.
+        read: parameters and buffers that it reads.
 
     Raises:
         ConfigError: the settings ask for a CUDA graph, and the model has no such call.
     """
 
-    record: Record | None = None
+    read: list[Tensor]
 
     def __init__(
         self,
@@ -102,12 +100,11 @@ class DenseCall:
         self._reason: str | None = None
         self.exact: tuple[Tensor, Tensor] | None = None
         self._works: list[dist.Work] = []
-        self._recording: _Recording | None = None
-        self._last_shapes: list[Any] = []
+        self.by: Callable[[Tensor, Batch], Computed] = self.compute
         if config.train.cuda_graph:
             if self.reason:
                 raise ConfigError(f"train.cuda_graph: got true, which nothing can be captured for. {self.reason}")
-            self.record = capture
+            self.by = named("embershard.extras.dense_graph:DenseGraph")(self)
 
     @property
     def reason(self) -> str:
@@ -122,7 +119,8 @@ class DenseCall:
         layers: Any = self._model.module
         self._layers, self._tables = layers, layers.model.get_submodule(_TABLES)
         self._parameters = list(_dense_parameters(layers))
-        self._buffers = [each for _, module in _dense_modules(layers) for each in module.buffers(recurse=False)]
+        buffers = [each for _, module in _dense_modules(layers) for each in module.buffers(recurse=False)]
+        self.read = [*self._parameters, *buffers]
         self._ddp = next(each for each in self._model.modules() if isinstance(each, DistributedDataParallel))
         self._num_ranks = dist.get_world_size(self._ddp.process_group)
         self._buckets: list[_Bucket] | None = [] if self._num_ranks == 1 else None
@@ -157,26 +155,12 @@ class DenseCall:
     def _forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return what the model does; the loss has a backward."""
         rows = self._tables(batch.sparse_features)
-        found = self.compute(rows, batch) if self.record is None else self._repeated(self.record, rows, batch)
+        found = self.by(rows, batch)
         self.exact = found.exact, found.sums
         if not rows.requires_grad:  # all tables are frozen
             rows = rows.detach().requires_grad_()
         loss = _HandBack.apply(rows, found.loss, self, found.gradients)
         return loss, (found.loss, found.outputs, batch.labels.detach())
-
-    def _repeated(self, record: Record, rows: Tensor, batch: Batch) -> Computed:
-        """Compute by a recording: of the first shape that two batches have, one after the other; others as ever."""
-        given = rows.detach(), batch.dense_features, batch.labels, batch.weights
-        inputs = [each for each in given if each is not None]
-        shapes = [(each.shape, each.dtype) for each in inputs]
-        addresses = [each.data_ptr() for each in chain(self._parameters, self._buffers)]
-        if self._recording is None or self._recording.addresses != addresses:
-            was, self._last_shapes = self._last_shapes, shapes
-            if shapes != was:
-                return self.compute(rows, batch)
-            self._recording = None  # gives its memory back before another one takes some
-            self._recording = _Recording(self.compute, inputs, addresses, record)
-        return self._recording.repeat(inputs) if self._recording.shapes == shapes else self.compute(rows, batch)
 
     def compute(self, rows: Tensor, batch: Batch) -> Computed:
         """Compute a batch of pooled embeddings [B, F, D]. On a GPU the host waits for nothing."""
@@ -204,54 +188,6 @@ class DenseCall:
             self._works.append(work)
             for place, view in zip(bucket.places, bucket.views, strict=True):
                 self._parameters[place].grad = view
-
-
-class _Recording:
-    """A call's operations for batches of one shape, on memory of their own.
-
-    Args:
-        inputs: of the first batch: rows, dense features, labels and, where there are any, weights.
-        addresses: of the memory of parameters and buffers that the operations read.
-    """
-
-    def __init__(
-        self, compute: Callable[[Tensor, Batch], Computed], inputs: list[Tensor], addresses: list[int], record: Record
-    ) -> None:
-        self.shapes, self.addresses = [(each.shape, each.dtype) for each in inputs], addresses
-        self._inputs = [each.clone() for each in inputs]
-        rows, dense, labels, *weights = self._inputs
-        batch = Batch(dense, KeyedJaggedTensor.empty(), labels, weights=weights[0] if weights else None)
-
-        def computed() -> Computed:
-            clear_autocast_cache()  # of parameters that were cast before, outside of what is recorded
-            found = compute(rows, batch)
-            clear_autocast_cache()
-            return found
-
-        self._computed, self._replay = record(computed)
-
-    def repeat(self, inputs: list[Tensor]) -> Computed:
-        """Compute a batch. The gradients are valid until the next one; the rest is the caller's."""
-        for place, given in zip(self._inputs, inputs, strict=True):
-            place.copy_(given)
-        self._replay()
-        loss, outputs, exact, sums, gradients = self._computed
-        return Computed(loss.clone(), outputs.clone(), exact.clone(), sums.clone(), gradients)
-
-
-def capture(compute: Callable[[], Computed]) -> tuple[Computed, Callable[[], None]]:
-    """Capture a call as a CUDA graph, behind three calls that warm up. No GPU has run it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            compute()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may ask CUDA for page-locked memory meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        found = compute()
-    return found, graph.replay
 
 
 class _HandBack(torch.autograd.Function):

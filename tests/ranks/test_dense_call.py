@@ -27,7 +27,6 @@ from tests.ranks.parity import differences, snapshot
 from tests.ranks.planned import here, make_config
 from tests.ranks.workers import RankPool
 from tests.unit.training.dense_models import config_of, counted, samples_in
-from tests.unit.training.recorded import record
 
 pytestmark = pytest.mark.ranks
 
@@ -37,12 +36,10 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return samples_in(tmp_path_factory.mktemp("dense_call"))
 
 
-def beside_stock(config: RunConfig, records: bool = False) -> tuple[bool, str, int, int]:
+def beside_stock(config: RunConfig) -> tuple[bool, str, int, int]:
     """Is it equal, and the verdict; how many batches the call computed, and how many trainings there were."""
     with ExitStack() as stack:
         computed = counted(stack)
-        if records:
-            stack.enter_context(mock.patch.object(DenseCall, "record", staticmethod(record)))
         verdict = own_models.verdict(config)
     return verdict.is_equal, str(verdict), len(computed), len(verdict.caches)
 
@@ -64,15 +61,6 @@ def test_the_bits_are_stocks(name: str, ranks: int, samples: Path, request: pyte
     for is_equal, verdict, computed, trainings in pool.run(beside_stock, config):
         assert is_equal, verdict
         assert computed == trainings * (steps - (0 if ranks == 1 else 3))
-
-
-@pytest.mark.parametrize("ranks", [2, matrix(4)])
-def test_the_bits_of_recorded_calls_are_stocks(ranks: int, samples: Path, request: pytest.FixtureRequest) -> None:
-    """One that Python computes, one that warms up, and the recorded one."""
-    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
-    for is_equal, verdict, computed, trainings in pool.run(beside_stock, config_of("dlrm, adam", samples), True):
-        assert is_equal, verdict
-        assert computed == 3 * trainings
 
 
 def life(config: RunConfig, goes_on: Path | None = None) -> tuple[list[Any], dict[str, torch.Tensor], list[int]]:

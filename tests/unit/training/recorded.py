@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from embershard.extras.dense_graph import DenseGraph
+from embershard.training.dense_call import DenseCall
 
 T = TypeVar("T")
 #: Operations that wait for the device, or whose sizes depend on values: no capture has them.
@@ -52,7 +57,7 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def record(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """In place of `embershard.training.dense_call.capture`. As there, a call warms up, and the recorded one gives no
+    """In place of `embershard.extras.dense_graph.capture`. As there, a call warms up, and the recorded one gives no
     results before it is repeated."""
     compute()
     with Recorded() as recorded:
@@ -60,3 +65,16 @@ def record(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     for each in _tensors(found):
         each.fill_(torch.nan)
     return found, recorded.replay
+
+
+@contextmanager
+def calls_recorded() -> Iterator[None]:
+    """While it lasts, trainers that are made record their calls."""
+    begin = DenseCall.__init__
+
+    def recording(call: DenseCall, *given: Any) -> None:
+        begin(call, *given)
+        call.by = DenseGraph(call, record)
+
+    with mock.patch.object(DenseCall, "__init__", recording):
+        yield
