@@ -23,6 +23,7 @@ class Intake:
         check: raises for a batch that this rank cannot use, before the other ranks count on it; returns what it read of
             the batch.
         tell: returns, from what the check read, the `num_told` numbers of a batch that all ranks learn.
+        num_carried: numbers that all ranks learn with an offer, whatever becomes of the batch.
 
     Attributes:
         is_over: a rank has no batch left.
@@ -35,13 +36,18 @@ class Intake:
         check: Callable[[Any], Any],
         tell: Callable[[Any], Sequence[float]] = lambda checked: (),
         num_told: int = 0,
+        num_carried: int = 0,
     ) -> None:
         self._device, self._check, self._tell, self._num_told = device, check, tell, num_told
+        self._num_carried = num_carried
         self.forget()
 
     def forget(self) -> None:
         """Start again: drop the question about the next batch."""
-        self._agreement = Agreement(self._device, num_told=self._num_told)
+        self._agreement = Agreement(self._device, num_told=self._num_told + self._num_carried)
+        self._decision: Supply | None = None  # which `enter` has not acted on
+        self._to_carry: Sequence[float] | None = None
+        self._carried: list[list[float]] | None = None  # of all ranks
         self._offered: Any = _NO_BATCH
         self._checked: Any = None  # what the check read of it
         self._told: Sequence[float] | None = None  # of it, to the other ranks
@@ -78,8 +84,36 @@ class Intake:
             state = Supply.ENDED
         elif self._offered is Supply.NOT_YET:
             self._offered, state = _NO_BATCH, Supply.NOT_YET
-        self._agreement.start(state, wish, self._told if state in (Supply.READY, Supply.FULL) else None)
+        told = self._told if state in (Supply.READY, Supply.FULL) else None
+        carried, self._to_carry = self._to_carry, None
+        self._has_carried = carried is not None
+        told, carried = told or [0.0] * self._num_told, carried or [0.0] * self._num_carried
+        self._agreement.start(state, wish, [*told, *carried])
         self._is_asked = True
+
+    @property
+    def carries(self) -> bool:
+        """True while numbers can travel: there are more offers."""
+        return self._num_carried > 0 and not self.is_over
+
+    def carry(self, numbers: Sequence[float]) -> None:
+        """Let `num_carried` numbers of this rank travel with the next offer, as those of all ranks do."""
+        self._to_carry = numbers
+
+    def carried(self) -> list[list[float]] | None:
+        """Wait for what each rank gave to the last :meth:`carry`; None: no offer has taken it, and it is dropped."""
+        if self._to_carry is None and self._is_asked:
+            self._hear()
+        self._to_carry, carried, self._carried = None, self._carried, None
+        return carried
+
+    def _hear(self) -> Supply:
+        """Wait for what the ranks agree on; :meth:`enter` acts on it."""
+        if self._decision is None:
+            self._decision = self._agreement.result()
+            if self._has_carried:
+                self._carried = self._agreement.told[:, self._num_told :].tolist()
+        return self._decision
 
     def enter(self, let_in: Callable[[Any, Any, Told], None]) -> bool:
         """After :meth:`offer`: call `let_in(batch, checked, told)` if every rank has a batch, with what the check read
@@ -92,7 +126,7 @@ class Intake:
         if self.is_over:
             return False
         if not self._is_due:
-            decision, self._is_asked = self._agreement.result(), False
+            decision, self._is_asked, self._decision = self._hear(), False, None
             self.wish = self._agreement.wish
             if decision == Supply.FAILED:
                 failure, self._failure = self._failure, None
@@ -102,7 +136,7 @@ class Intake:
             self._is_due = decision == Supply.READY
             if not self._is_due:
                 return False
-        let_in(self._offered, self._checked, self._agreement.told)
+        let_in(self._offered, self._checked, self._agreement.told[:, : self._num_told])
         self.note_entered(self._offered)  # last: an exception loses no batch
         return True
 

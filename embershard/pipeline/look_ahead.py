@@ -73,6 +73,7 @@ class LookAheadPipeline:
             ids need the number: ids of all of them get rows together.
         worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
             measured during the training; on a GPU not (there are streams).
+        num_carried: numbers of a rank that may travel with the agreement on a next batch (:meth:`carry`).
 
     Raises:
         ConfigError: not 1 <= P <= L, or fewer batches ahead than train together.
@@ -102,6 +103,7 @@ class LookAheadPipeline:
         max_known_bytes: int = MAX_KNOWN_BYTES,
         micro_batches: int = 1,
         worker: bool | None = None,
+        num_carried: int = 0,
     ) -> None:
         if not 1 <= prefetch <= lookahead:
             raise ConfigError(f"got lookahead={lookahead}, prefetch={prefetch}; needed 1 <= prefetch <= lookahead")
@@ -114,7 +116,7 @@ class LookAheadPipeline:
         self._lookahead, self._prefetch, self._max_known_bytes = lookahead, prefetch, max_known_bytes
         self._known_together = known_together(lookahead)
         self._inputs = ModelInputs(model, features)
-        self._intake = Intake(self._device, self._inputs.check, self._inputs.tell, self._inputs.num_told)
+        self._intake = Intake(self._device, self._inputs.check, self._inputs.tell, self._inputs.num_told, num_carried)
         self._streams = Streams(self._device)
         self._exchange = IdExchange()
         self._pools = list(cached_embeddings(model))
@@ -181,6 +183,20 @@ class LookAheadPipeline:
             self._inputs.step.end(is_ahead=False)
             raise StopIteration
         return self._step(batches)
+
+    @property
+    def carries(self) -> bool:
+        """True while numbers may travel with the agreement on a next batch: there are more batches."""
+        return self._intake.carries
+
+    def carry(self, numbers: Sequence[float]) -> None:
+        """In a step: let `num_carried` numbers travel to the other ranks at its end, without a collective of their own.
+        All ranks do."""
+        self._intake.carry(numbers)
+
+    def carried(self) -> list[list[float]] | None:
+        """Behind that step: wait for the numbers of each rank; None on all ranks where none travelled."""
+        return self._intake.carried()
 
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and drop the batches ahead: they do not train."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -146,6 +146,21 @@ class Steps:
         """Read one more batch than the limit: a batch was skipped, and was no step. Return the position behind it."""
         self._num_to_replace += 1
         return self.state
+
+    @property
+    def carries(self) -> bool:
+        """True while numbers of a step may travel with the agreement on a next batch."""
+        return self._pipeline is not None and self._pipeline.carries
+
+    def carry(self, numbers: Sequence[float]) -> None:
+        """As `LookAheadPipeline.carry`."""
+        assert self._pipeline is not None
+        self._pipeline.carry(numbers)
+
+    def carried(self) -> list[list[float]] | None:
+        """As `LookAheadPipeline.carried`."""
+        assert self._pipeline is not None
+        return self._pipeline.carried()
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""

@@ -6,7 +6,7 @@ Batches whose loss is not finite are written to files (`KeptBatches`), to look a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from embershard.metrics.predictions import Predicted
 from embershard.models.loss import label_losses, loss_of, present
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
-from embershard.training.steps import MicroBatches
+from embershard.training.reports import Report
+from embershard.training.steps import MicroBatches, Steps
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -28,13 +29,30 @@ MOST_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class _PendingLoss:
-    """A step whose losses, signals and sums of labels [world_size, 2 + 2 H] are on their way to the host: there after
-    `event`."""
+    """A step whose numbers, which are its loss, signal and sums of labels [2 + 2 H], are on their way to this host.
+
+    Attributes:
+        arrived: waits for them: those of this rank, or of all ranks [world_size, 2 + 2 H].
+    """
 
     number: int
     batch: Batch | MicroBatches | None
-    losses: torch.Tensor
-    event: torch.cuda.Event | None
+    arrived: Callable[[], list[Any]]
+
+    @classmethod
+    def of(cls, number: int, batch: Batch | MicroBatches | None, values: torch.Tensor) -> _PendingLoss:
+        """Return it with the copy of `values` to the host begun; a GPU goes on meanwhile."""
+        if values.device.type == "cpu":
+            return cls(number, batch, values.tolist)
+        host, event = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+        host.copy_(values, non_blocking=True)
+        event.record()
+
+        def arrived() -> list[Any]:
+            event.synchronize()
+            return host.tolist()  # type: ignore[no-any-return]
+
+        return cls(number, batch, arrived)
 
 
 def in_float64(
@@ -74,8 +92,9 @@ class LossMonitor:
     """Collects every step's losses. When a rank's loss is not finite, all ranks stop, or all skip the batch.
 
     Stopping costs no wait: on a GPU a loss is read when the next one is added, so the host never waits for the step in
-    flight. The run then stops one step late, but names the right step. Skipping must be decided before the backward,
-    which trains the rows: on a GPU the host then waits for every forward.
+    flight. The run then stops one step late, but names the right step. So it does where losses travel with the ranks'
+    agreement on a next batch: on CPUs with that of their step, from GPUs with that of the next one. Skipping must be
+    decided before the backward, which trains the rows: on a GPU the host then waits for every forward.
 
     Args:
         skips: skip batches whose loss is not finite, `MOST_SKIPPED_IN_A_ROW` at most.
@@ -99,7 +118,8 @@ class LossMonitor:
     ) -> None:
         self._ranks, self._skips, self._kept, self._before_stop = ranks, skips, kept, before_stop
         self._observe = observe
-        self._pending: _PendingLoss | None = None
+        self._own: _PendingLoss | None = None  # of this rank, on its way from a GPU
+        self._pending: _PendingLoss | None = None  # of all ranks
         self._losses: list[float] = []
         self._label_sums: list[float] = []
         self._in_a_row = self.num_skipped = self.signal = 0
@@ -112,9 +132,11 @@ class LossMonitor:
         *,
         signal: int = 0,
         sums: torch.Tensor | None = None,
+        carrier: Steps | None = None,
     ) -> str:
         """Add this rank's mean loss, a tensor [], before its backward, the number of the signal that asked it to
-        stop, and its `label_sums`. Collective.
+        stop, and its `label_sums`. Collective. With a `carrier` they travel with its next agreement: read them behind
+        the step.
 
         Returns:
             Why the batch must be skipped; empty where it trains. The same on every rank.
@@ -122,17 +144,38 @@ class LossMonitor:
         Raises:
             NotFiniteError: a rank's loss is not finite, and batches are not skipped, or too many were; on every rank.
         """
-        self._read()
         loss = loss.detach().double()
         mine = torch.stack([loss, torch.full_like(loss, signal)])
-        gathered, event = self._ranks.all_gather(mine if sums is None else torch.cat([mine, sums])), None
+        mine = mine if sums is None else torch.cat([mine, sums])
+        if carrier is not None:
+            self.read_travelled()
+            before, self._own = self._own, _PendingLoss.of(step, batch, mine)
+            if mine.device.type == "cpu":
+                before, self._own = self._own, None
+            if before is not None:
+                self._send(before, carrier)
+            return ""
+        self.read()
+        gathered = self._ranks.all_gather(mine)
         if gathered.device.type != "cpu" and not self._skips:
-            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            host.copy_(gathered, non_blocking=True)
-            gathered, event = host, torch.cuda.Event()
-            event.record()
-        self._pending = _PendingLoss(step, batch, gathered, event)
-        return "" if event is not None else self._read()
+            self._pending = _PendingLoss.of(step, batch, gathered)
+            return ""
+        self._pending = _PendingLoss(step, batch, gathered.tolist)
+        return self.read_travelled()
+
+    def _send(self, own: _PendingLoss, carrier: Steps | None = None) -> None:
+        """Let numbers of a step travel; where nothing carries them, by a collective of their own."""
+        numbers = own.arrived()
+
+        def arrived() -> list[Any]:
+            if carrier is not None and (found := carrier.carried()) is not None:
+                return found
+            values = torch.tensor(numbers, dtype=torch.float64, device=self._ranks.device)
+            return self._ranks.all_gather(values).tolist()  # type: ignore[no-any-return]
+
+        if carrier is not None:
+            carrier.carry(numbers)
+        self._pending = _PendingLoss(own.number, own.batch, arrived)
 
     def check_before_save(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Wait for the losses of all steps so far, and read the dense parameters that they left.
@@ -144,7 +187,7 @@ class LossMonitor:
         Raises:
             NotFiniteError: one is not finite, so no checkpoint may have what was trained.
         """
-        self._read()
+        self.read()
         wrong = [name for name, values in parameters.items() if not bool(torch.isfinite(values).all())]
         if wrong:
             raise NotFiniteError(
@@ -154,24 +197,31 @@ class LossMonitor:
 
     def mean(self) -> float:
         """Wait for the losses since the last call and return their mean over steps and ranks; NaN without any."""
-        self._read()
+        self.read()
         losses, self._losses = self._losses, []
         return math.fsum(losses) / len(losses) if losses else math.nan
 
     def label_means(self) -> list[float | None]:
         """Return the same of each of several labels, over the samples that have it; None without any."""
-        self._read()
+        self.read()
         sums, self._label_sums = self._label_sums, []
         count = len(sums) // 2
         return [total / found if found else None for total, found in zip(sums[:count], sums[count:], strict=True)]
 
-    def _read(self) -> str:
+    def read(self) -> None:
+        """Wait for all losses so far. Collective. Raises as `add`."""
+        self.read_travelled()
+        own, self._own = self._own, None
+        if own is not None:
+            self._send(own)
+            self.read_travelled()
+
+    def read_travelled(self) -> str:
+        """Wait for the losses that are on their way from all ranks. Collective. Returns and raises as `add`."""
         step, self._pending = self._pending, None
         if step is None:
             return ""
-        if step.event is not None:
-            step.event.synchronize()
-        losses, signals, *sums = step.losses.T.tolist()
+        losses, signals, *sums = map(list, zip(*step.arrived(), strict=True))
         self.signal = max(self.signal, *map(int, signals))
         if all(map(math.isfinite, losses)):
             self._losses.append(math.fsum(losses) / len(losses))
@@ -245,9 +295,17 @@ class Losses(Part):
         or nothing. Ranks learn here which of them must stop. Collective."""
         run = self.run
         exact, sums = self.exact(loss, predicted) if known is None else known
-        problem = self.monitor.add(run.steps + 1, exact, batch, signal=run.supervision.signal, sums=sums)
+        signal, carrier = run.supervision.signal, run.carrier
+        problem = self.monitor.add(run.steps + 1, exact, batch, signal=signal, sums=sums, carrier=carrier)
         run.supervision.note_agreed(self.monitor.signal)
         return problem
+
+    def after_step(self) -> Iterator[Report]:
+        """Read losses that travelled, before anything is made of what they trained."""
+        if self.run.carrier is not None:
+            self.monitor.read_travelled()
+            self.run.supervision.note_agreed(self.monitor.signal)
+        return iter(())
 
     def before_save(self) -> None:
         self.monitor.check_before_save(self.run.steps, self.run.optimizers.dense_parameters)

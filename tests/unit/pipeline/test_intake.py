@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from embershard.distributed.agreement import Agreement, Supply
+from embershard.errors import DataError
 from embershard.pipeline.intake import Intake
 
 Batches = list[str]
@@ -83,3 +85,62 @@ def test_a_batch_that_is_not_there_yet_is_asked_for_again() -> None:
     fill(intake, batches, entered, 2)
     assert (entered, intake.is_over) == (["a", "b"], True)
     assert checked == ["a", "b"]
+
+
+def carrying() -> Intake:
+    return Intake(
+        torch.device("cpu"), lambda batch: batch, lambda batch: [float(ord(batch))], num_told=1, num_carried=2
+    )
+
+
+def test_numbers_travel_with_the_next_offer() -> None:
+    """With that alone, whatever becomes of its batch; they are read before or behind its entry, and once."""
+    intake, batches, entered = carrying(), iter("abcd"), []
+    for is_full, reads_first in ((False, True), (True, True), (False, False), (True, False)):
+        intake.carry([1.5, -2.0])
+        intake.offer(batches, is_full, wish=1)
+        found = intake.carried() if reads_first else None
+        assert intake.enter(lambda *given: entered.append(given)) is not is_full
+        assert (found if reads_first else intake.carried()) == [[1.5, -2.0]]
+        assert intake.carried() is None
+    fill(intake, batches, [], 1)
+    assert intake.carried() is None, "nothing travelled"
+    assert entered == [("a", "a", [[97.0]]), ("b", "b", [[98.0]])]
+
+
+def test_numbers_that_no_offer_took_are_dropped() -> None:
+    intake, batches = carrying(), iter("a")
+    intake.offer(batches, is_full=False, wish=1)
+    intake.carry([1.0, 1.0])
+    assert intake.carried() is None, "the ranks were asked before"
+    fill(intake, batches, [], 2)
+    assert intake.is_over
+    intake.carry([2.0, 2.0])
+    intake.offer(batches, is_full=False, wish=1)
+    assert intake.carried() is None, "there are no more offers"
+    intake.reopen()
+    intake.offer(iter("b"), is_full=False, wish=1)
+    assert intake.carried() is None, "they were dropped"
+    intake.carry([3.0, 3.0])
+    intake.forget()
+    assert intake.carried() is None
+
+
+def test_numbers_travel_with_bad_news() -> None:
+    """A rank whose input failed, or ended, had trained a step before."""
+
+    def failing() -> Any:
+        yield "a"
+        raise DataError("line 7 is bad")
+
+    for batches in (failing(), iter("a")):
+        intake = carrying()
+        entered = Batches()
+        fill(intake, batches, entered, 1)
+        intake.carry([1.0, 2.0])
+        intake.offer(batches, is_full=False, wish=1)
+        assert intake.carried() == [[1.0, 2.0]]
+        with contextlib.suppress(DataError):
+            assert not intake.enter(lambda *given: pytest.fail("nothing enters"))
+            assert intake.is_over
+        assert entered == ["a"]

@@ -148,8 +148,8 @@ def test_a_loss_that_is_read_late_is_read_before_a_save(ranks):
     """On a GPU a step's loss is read at the next step. Here one that is read as late."""
 
     class LateMonitor(LossMonitor):
-        def _read(self) -> str:
-            return super()._read() if late.pop() else ""
+        def read_travelled(self) -> str:
+            return super().read_travelled() if late.pop() else ""
 
     late: list[bool] = []
     monitor = LateMonitor(ranks)
