@@ -237,13 +237,11 @@ def _buckets_of(parameters: list[nn.Parameter]) -> list[_Bucket] | None:
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """While it lasts, the module has another forward."""
     own = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
+    try:  # an interrupt may come anywhere
+        vars(module)["forward"] = forward
         yield
     finally:
-        del vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
+        vars(module).pop("forward", None) if own is None else vars(module).update(forward=own)
 
 
 def _dense_modules(layers: nn.Module) -> Iterator[tuple[str, nn.Module]]:
