@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embershard.data import Batch
+from embershard.distributed.traffic import counted_by_hand, ring_bytes
 from embershard.errors import ConfigError
 from embershard.lazy_names import named
 from embershard.metrics.predictions import Predicted
 from embershard.models.loss import WithLoss
 from embershard.stages import stage
 from embershard.training.config import RunConfig
-
-#: Of a batch's loss [] and predictions: what the loss monitor adds.
-ExactLosses = Callable[[Tensor, Predicted], tuple[Tensor, Tensor]]
 
 
 class Computed(NamedTuple):
@@ -42,6 +40,7 @@ class Computed(NamedTuple):
     gradients: tuple[Tensor, ...]
 
 
+T = TypeVar("T")
 _TABLES = "sparse_arch"  # of the built-in models; it returns pooled rows [B, F, D]
 
 
@@ -58,12 +57,12 @@ def why_not(model: DistributedModelParallel, config: RunConfig, trained: Iterabl
         return "train.accumulate: the gradients of micro-batches are summed before they are averaged over ranks."
     if not isinstance(layers, WithLoss) or _TABLES not in dict(layers.model.named_children()):
         return "The model is one's own, or one over histories: its layers are not all behind its embeddings."
-    for name, module in _dense_modules(layers):
+    for name, module in _dense(layers.named_modules()):
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             place = f"model.{name}" if name else "model"
             return f'{place} has hooks: those of dropout, of train.precision = "fp64", or of a program.'
-    if {*map(id, _dense_parameters(layers))} != {*map(id, trained)}:
-        return "The dense optimizer trains tables, too."
+    if {id(each) for _, each in _dense(layers.named_parameters()) if each.requires_grad} != {*map(id, trained)}:
+        return "The dense optimizer trains tables, too, or not all of the layers need gradients."
     return ""
 
 
@@ -94,7 +93,7 @@ class DenseCall:
         model: DistributedModelParallel,
         config: RunConfig,
         trained: Iterable[nn.Parameter],
-        exact_losses: ExactLosses,
+        exact_losses: Callable[[Tensor, Predicted], tuple[Tensor, Tensor]],
     ) -> None:
         self._model, self._config, self._trained, self._exact_losses = model, config, list(trained), exact_losses
         self._reason: str | None = None
@@ -118,9 +117,8 @@ class DenseCall:
     def _open(self) -> None:
         layers: Any = self._model.module
         self._layers, self._tables = layers, layers.model.get_submodule(_TABLES)
-        self._parameters = list(_dense_parameters(layers))
-        buffers = [each for _, module in _dense_modules(layers) for each in module.buffers(recurse=False)]
-        self.read = [*self._parameters, *buffers]
+        self._parameters = [each for _, each in _dense(layers.named_parameters())]
+        self.read = [*self._parameters, *(each for _, each in _dense(layers.named_buffers()))]
         self._ddp = next(each for each in self._model.modules() if isinstance(each, DistributedDataParallel))
         self._num_ranks = dist.get_world_size(self._ddp.process_group)
         self._buckets: list[_Bucket] | None = [] if self._num_ranks == 1 else None
@@ -183,7 +181,8 @@ class DenseCall:
         for bucket in self._buckets:
             torch._foreach_copy_(bucket.views, [gradients[place] for place in bucket.places])
             bucket.flat.mul_(1.0 / self._num_ranks)  # as DDP: by three, a division has other bits
-            work = dist.all_reduce(bucket.flat, group=self._ddp.process_group, async_op=True)
+            with counted_by_hand("dense_all_reduce", ring_bytes(bucket.flat, self._num_ranks)):
+                work = dist.all_reduce(bucket.flat, group=self._ddp.process_group, async_op=True)
             assert work is not None
             self._works.append(work)
             for place, view in zip(bucket.places, bucket.views, strict=True):
@@ -244,11 +243,6 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
         vars(module).pop("forward", None) if own is None else vars(module).update(forward=own)
 
 
-def _dense_modules(layers: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    inside = f"model.{_TABLES}."
-    return ((name, module) for name, module in layers.named_modules() if not name.startswith(inside))
-
-
-def _dense_parameters(layers: nn.Module) -> Iterator[nn.Parameter]:
-    inside = f"model.{_TABLES}."
-    return (each for name, each in layers.named_parameters() if each.requires_grad and not name.startswith(inside))
+def _dense(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yield what is outside of the tables."""
+    return ((name, each) for name, each in named if not name.startswith(f"model.{_TABLES}."))

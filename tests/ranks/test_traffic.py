@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from embershard.cache.statistics import CacheReport
 from embershard.distributed.sent_bytes import SentBytes
-from embershard.distributed.traffic import count_sent_bytes, counted_as_other, sent_bytes
+from embershard.distributed.traffic import count_sent_bytes, counted_as_other, counted_by_hand, sent_bytes
 from embershard.planning.verify.compare import Pair
 from tests.covering import keep, matrix
 from tests.ranks import node_traffic, predicted_traffic
@@ -61,6 +61,10 @@ def of_collectives() -> dict[str, SentBytes]:
     with counted_as_other():
         calls["all-to-all of int32"]()
     found["counted as other"] = sent_bytes() - before
+    before = sent_bytes()
+    with counted_by_hand("gradients", 7.0):
+        dist.all_reduce(full)
+    found["counted by hand"] = sent_bytes() - before
     return found
 
 
@@ -107,6 +111,7 @@ def test_each_collective(two_ranks: RankPool) -> None:
         "all-reduce": SentBytes(other=48),
         "barrier": SentBytes(),
         "counted as other": SentBytes(other=24),
+        "counted by hand": SentBytes(gradients=7),
     }
     none = SentBytes()
     assert first == {**in_common, "broadcast": SentBytes(other=48), "gather": none, "scatter": SentBytes(other=24)}

@@ -58,6 +58,10 @@ def hooked(trainer: Trainer) -> None:
     trainer.model.module.model.over_arch.register_forward_hook(lambda *_: None)
 
 
+def frozen(trainer: Trainer) -> None:
+    trainer.model.module.model.dense_arch.requires_grad_(False)
+
+
 CASES: dict[str, tuple[RunConfig, Callable[[Trainer], Any], str]] = {
     "a DLRM": (config_of(), lambda _: None, ""),
     "DeepFM": (config_of(model=ModelConfig("deepfm", 4, over_arch_layer_sizes=(6, 1))), lambda _: None, ""),
@@ -67,6 +71,7 @@ CASES: dict[str, tuple[RunConfig, Callable[[Trainer], Any], str]] = {
     "fp64": (config_of(train=replace(TRAIN, precision="fp64")), lambda _: None, "model.model has hooks"),
     "one's own": (own_models.own_config(), lambda _: None, "The model is one's own, "),
     "a hook": (config_of(), hooked, "model.model.over_arch has hooks"),
+    "a frozen layer": (config_of(), frozen, "The dense optimizer trains tables, too, or "),
 }
 
 
