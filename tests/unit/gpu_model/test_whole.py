@@ -42,6 +42,7 @@ from embershard.extras.hot_cold.hot_tables import HotTables
 from embershard.extras.length_groups.sizes import MOST_PADDING
 from embershard.extras.publications.sources import PublishedPool
 from embershard.extras.verify.equivalence import _tensors_of
+from embershard.models import table_modules
 from embershard.models.config import WITH_HISTORY, PretrainedTable
 from embershard.pipeline.config import LookAheadConfig
 from embershard.settings.decoding import to_toml
@@ -207,6 +208,7 @@ def modelled_ranks(num_ranks: int = 1) -> Iterator[tuple[Gpu, Ranks]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mirrored_ranks(num_ranks))
         gpu = stack.enter_context(Gpu())
+        table_modules._order.cache_clear()  # of another model of a GPU
         for owner, name, stand_in in (
             (slots, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
             (batched_embedding_kernel, "SplitTableBatchedEmbeddingBagsCodegen", ModelledTables),
