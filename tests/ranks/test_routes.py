@@ -25,6 +25,7 @@ ROUTED = {
     "a table on the device": Case(cached=(0, 2, 3)),
     "int32 ids, batches without ids": Case(int32_ids=True, empty_every=3),
     "all tables on one rank": Case(rows=(1000,), dims=(16,)),
+    "modules that each read some features": Case(batch_size=8, modules=(("pooled", 2), ("pooled", 2))),
 }
 OTHERS = {
     "row-wise": Case(sharding="row_wise"),
@@ -40,8 +41,9 @@ def test_rows_by_a_route_have_stocks_bits(two_ranks: RankPool, name: str) -> Non
     assert [outcome.different for outcome, _ in found] == [[], []]
     assert sum(outcome.evictions for outcome, _ in found) > 200
     for _, ways in found:
-        assert ways["TorchRecExchange"] == 1, "the first batch, which TorchRec checks"
-        assert ways["RoutedExchange"] == ROUTED[name].steps - 1
+        num_modules = len(ROUTED[name].parts)
+        assert ways["TorchRecExchange"] == num_modules, "the first batch, which TorchRec checks"
+        assert ways["RoutedExchange"] == num_modules * (ROUTED[name].steps - 1)
 
 
 @pytest.mark.parametrize("name", ["table-wise", "both, of three dims, a feature twice"])

@@ -247,7 +247,7 @@ class RoutedExchange:
         """Return lengths and ids of a batch in the order in which the ranks have the tables."""
         keys = features.keys()
         places, order = self._route.sent.of(keys)
-        if places == self._route.in_order[: len(keys)]:
+        if len(keys) == len(places) and places == self._route.in_order:
             return features.lengths().view(-1), features.values()
         lengths = features.lengths().view(len(keys), -1)
         lengths, ids = _permuted(order, lengths, features.values(), num_ids)
