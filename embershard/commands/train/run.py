@@ -30,6 +30,7 @@ from embershard.settings.decoding import flat
 from embershard.settings.files import CHECKPOINTS
 from embershard.sharding.plan import Plan
 from embershard.sharding.torchrec.compat import unwrapped
+from embershard.sharding.torchrec.modes.routes import why_no_route
 from embershard.stages import TRACES
 from embershard.training.checkpoint.identity import global_batch
 from embershard.training.checkpoint.resume import resume_run
@@ -324,8 +325,27 @@ def _announce(trainer: Trainer, console: Console, run_dir: Path, same_run: str) 
         f"{global_batch(config, ranks.world_size):,} samples; run folder {run_dir}",
         *model.lines,
         *trainer.source.notes,
+        *_step_notes(trainer),
         *notes,
     )
+
+
+def _step_notes(trainer: Trainer) -> list[str]:
+    """Return which parts of a step take the shorter way, and why others do not."""
+    if not trainer.config.cache.enabled:
+        return []
+    modules = sharded_modules(trainer.model).values()
+    reasons = [reason for module in modules if (reason := why_no_route(module))]
+    if not trainer.config.look_ahead.lookahead:
+        reasons = ["look_ahead.lookahead is 0"]
+    ids = [f"Ids and rows travel as in TorchRec: {reasons[0]}."] if reasons else []
+    if not reasons and trainer.ranks.world_size > 1:
+        ids = ["Ids and rows travel in one all-to-all each."]
+    reason = trainer.dense_call.reason
+    return [
+        *ids,
+        f"The dense layers train as in DDP. {reason}" if reason else "The dense layers train in one call.",
+    ]
 
 
 def _plan_notes(plan: Plan, config: RunConfig, ranks: Ranks) -> list[str]:
