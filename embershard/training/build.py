@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -40,6 +41,7 @@ from embershard.sharding.torchrec import (
     plan_sharding,
 )
 from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
+from embershard.sharding.torchrec.planner.torchrec_planner import whole_where_even
 from embershard.sharding.torchrec.sharders import comm_codecs
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
@@ -141,6 +143,7 @@ def build_sharded_model(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
             device=ranks.device,
+            constraints=_preferred(config, model, ranks),
             batch_size=config.train.rank_batch_size(ranks.world_size),
         )
 
@@ -155,6 +158,19 @@ def build_sharded_model(
     if plan is not None:
         ranks.together(lambda: check_built(sharded, plan, ranks.rank, cached=config.cache.enabled), ShardingError)
     return sharded
+
+
+def _preferred(config: RunConfig, model: nn.Module, ranks: Ranks) -> dict[str, ParameterConstraints]:
+    """Return what placements a run without a plan prefers: on CPU ranks of one machine, those that
+    `embershard plan` chooses there."""
+    is_plain = config.sharding.mode == "sharded" and config.sharding.exchange == "pooled"
+    if not is_plain or ranks.device.type != "cpu" or not 1 < ranks.world_size == ranks.local_world_size:
+        return {}
+    tables = list(tables_in(model))
+    if not all(table.pooling for table in tables) or len({table.module for table in tables}) > 1:
+        return {}  # caches of several modules would be as uneven as their tables' rows
+    columns = {table.name: table.dim * len(table.features) for table in tables}
+    return whole_where_even(columns, ranks.world_size)
 
 
 def _attach_optimizer(model: Any, config: RunConfig, device: torch.device) -> None:

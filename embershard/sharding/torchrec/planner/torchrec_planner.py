@@ -104,6 +104,31 @@ def plan_sharding(
     return plan
 
 
+#: Of the columns that a rank looks up for a sample, beyond the mean of the ranks: whole tables with more are not even.
+_MOST_UNEVEN = 1.2
+
+
+def whole_where_even(columns: Mapping[str, int], world_size: int) -> dict[str, ParameterConstraints]:
+    """Return constraints of `plan_sharding` that leave every table whole, if the ranks then look up about as many
+    columns; else none.
+
+    On CPU ranks of one machine whole tables train faster than rows over all ranks, which TorchRec's cost model prefers
+    there: their ids and pooled rows go by a `Route`, and no partial sums are reduced.
+
+    Args:
+        columns: of each table, those that a sample looks up: its dim, for each of its features.
+
+    >>> sorted(whole_where_even({"user": 16, "item": 16}, world_size=2)), whole_where_even({"user": 16}, world_size=2)
+    (['item', 'user'], {})
+    """
+    of_rank = [0] * world_size
+    for number in sorted(columns.values(), reverse=True):
+        of_rank[of_rank.index(min(of_rank))] += number
+    if max(of_rank) * world_size > _MOST_UNEVEN * sum(of_rank):
+        return {}
+    return {table: ParameterConstraints(sharding_types=[_TABLE]) for table in columns}
+
+
 def _plan(
     model: nn.Module,
     sharders: Sequence[ModuleSharder],
