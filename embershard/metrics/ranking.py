@@ -39,15 +39,6 @@ class GroupFigures:
     precision: Floats
     recall: Floats
 
-    @property
-    def gauc(self) -> float | None:
-        """Mean AUC of the groups that have one, by their weights (Zhu et al., KDD 2018); None if none has.
-
-        >>> by_group([0.9, 0.1, 0.3, 0.8], [1, 0, 1, 0], [7, 7, 8, 8]).gauc
-        0.5
-        """
-        return weighted_mean(self.auc, self.weight)
-
 
 def by_group(
     predictions: Sequence[float] | Floats | NDArray[np.float32],
@@ -69,7 +60,7 @@ def by_group(
         weights: [N]; None: 1 each.
         places: K numbers k.
     """
-    groups = None if groups is None else np.asarray(groups, np.int64)
+    groups = np.zeros(len(labels), np.int64) if groups is None else np.asarray(groups, np.int64)
     weights = None if weights is None else np.asarray(weights, np.float64)
     blocks = _Blocks.of(np.asarray(predictions), np.asarray(labels, np.float64), groups, weights)
     gains = np.stack([blocks.at(place) for place in places]) if places else np.empty((0, 3, blocks.num_groups))
@@ -77,7 +68,8 @@ def by_group(
 
 
 def weighted_mean(values: Floats, weights: Floats | None = None) -> float | None:
-    """Return the mean of the values that are not NaN; None if there is none, or none with a weight.
+    """Return the mean of the values that are not NaN; None if there is none, or none with a weight. Of AUCs, by the
+    groups' weights, it is the GAUC (Zhu et al., KDD 2018).
 
     >>> weighted_mean(np.array([1.0, np.nan, 3.0]))
     2.0
@@ -101,7 +93,7 @@ class _Blocks:
         positive, weight: sum of the weights of positive samples, and of all.
         starts: [G], where each group begins among the samples [N] in order.
         block_starts: where each block begins.
-        order, sample_labels, sample_groups: [N], of the samples; groups as they were given.
+        order, sample_labels, sample_groups: [N], of the samples.
     """
 
     group: Ints
@@ -111,11 +103,11 @@ class _Blocks:
     block_starts: Ints
     order: Ints
     sample_labels: Floats
-    sample_groups: Ints | None
+    sample_groups: Ints
 
     @classmethod
-    def of(cls, predictions: NDArray[Any], labels: Floats, groups: Ints | None, weights: Floats | None) -> _Blocks:
-        if groups is None or bool((groups == groups[:1]).all()):  # the usual case, which sorts five times as fast
+    def of(cls, predictions: NDArray[Any], labels: Floats, groups: Ints, weights: Floats | None) -> _Blocks:
+        if (groups == groups[:1]).all():  # the usual case, which sorts five times as fast
             order, begins_group = np.argsort(-predictions), np.zeros(len(labels), bool)
             begins_group[:1] = True
         else:
@@ -153,8 +145,7 @@ class _Blocks:
     @functools.cached_property
     def ideal(self) -> Floats:
         """[N], labels by group, the largest first."""
-        keys = (-self.sample_labels,) if self.sample_groups is None else (-self.sample_labels, self.sample_groups)
-        return self.sample_labels[np.lexsort(keys)]
+        return self.sample_labels[np.lexsort((-self.sample_labels, self.sample_groups))]
 
     def of_groups(self, values: Floats) -> Floats:
         """Return the sum over the blocks of each group."""

@@ -73,7 +73,7 @@ class LookAheadPipeline:
             ids need the number: ids of all of them get rows together.
         worker: plan and copy rows in a thread beside the training, or not. Default: on a CPU the faster of the two, as
             measured during the training; on a GPU not (there are streams).
-        num_carried: numbers of a rank that may travel with the agreement on a next batch (:meth:`carry`).
+        num_carried: numbers of a rank that may travel with the agreement on a next batch (`carrier`).
 
     Raises:
         ConfigError: not 1 <= P <= L, or fewer batches ahead than train together.
@@ -185,18 +185,9 @@ class LookAheadPipeline:
         return self._step(batches)
 
     @property
-    def carries(self) -> bool:
-        """True while numbers may travel with the agreement on a next batch: there are more batches."""
-        return self._intake.carries
-
-    def carry(self, numbers: Sequence[float]) -> None:
-        """In a step: let `num_carried` numbers travel to the other ranks at its end, without a collective of their own.
-        All ranks do."""
-        self._intake.carry(numbers)
-
-    def carried(self) -> list[list[float]] | None:
-        """Behind that step: wait for the numbers of each rank; None on all ranks where none travelled."""
-        return self._intake.carried()
+    def carrier(self) -> Intake | None:
+        """What takes numbers of a step along to the other ranks; None where nothing does, or data have ended."""
+        return self._intake if self._intake.carries else None
 
     def detach(self) -> None:
         """Give the model's modules their own forwards back, and drop the batches ahead: they do not train."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from embershard.distributed import Ranks, shortest
 from embershard.distributed.agreement import Supply
 from embershard.errors import DataError
 from embershard.pipeline import LookAheadPipeline, LookAheadStats
+from embershard.pipeline.intake import Intake
 from embershard.training.config import RunConfig
 
 T = TypeVar("T")
@@ -148,19 +149,9 @@ class Steps:
         return self.state
 
     @property
-    def carries(self) -> bool:
-        """True while numbers of a step may travel with the agreement on a next batch."""
-        return self._pipeline is not None and self._pipeline.carries
-
-    def carry(self, numbers: Sequence[float]) -> None:
-        """As `LookAheadPipeline.carry`."""
-        assert self._pipeline is not None
-        self._pipeline.carry(numbers)
-
-    def carried(self) -> list[list[float]] | None:
-        """As `LookAheadPipeline.carried`."""
-        assert self._pipeline is not None
-        return self._pipeline.carried()
+    def carrier(self) -> Intake | None:
+        """What takes losses of a step along to the other ranks; None where a gather does."""
+        return None if self._pipeline is None else self._pipeline.carrier
 
     def stats(self) -> LookAheadStats | None:
         """Return the counters of the look-ahead; None without a pipeline."""

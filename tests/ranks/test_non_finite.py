@@ -17,8 +17,8 @@ from embershard.pipeline.left_steps import collectives_begun
 from embershard.sharding.config import ShardingConfig
 from embershard.training.config import RunConfig, TrainConfig
 from embershard.training.parts.loss_monitor import Losses
-from embershard.training.parts.part import Training
 from embershard.training.reports import TrainReport
+from embershard.training.steps import Steps
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.ranks.planned import here
@@ -64,7 +64,7 @@ def told(config: RunConfig, travel: bool, asked_at: int | None) -> tuple[list[An
     """What a run reports, its tensors, and the collectives that each step but the first began; by losses that travel,
     or by a collective of their own. The second rank is asked to stop in step `asked_at`."""
     ranks, begun, said = here(), list[int](), list[Any]()
-    with contextlib.nullcontext() if travel else mock.patch.object(Training, "_num_carried", return_value=0):
+    with contextlib.nullcontext() if travel else mock.patch.object(Steps, "carrier", None):
         trainer = Trainer(config, ranks)
         for report in trainer.train():
             begun.append(collectives_begun())

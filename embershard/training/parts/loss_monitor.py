@@ -18,10 +18,11 @@ from embershard.distributed import Ranks, complete_checkpoints
 from embershard.errors import NotFiniteError
 from embershard.metrics.predictions import Predicted
 from embershard.models.loss import label_losses, loss_of, present
+from embershard.pipeline.intake import Intake
 from embershard.training.checkpoint.saved_run import SavedRun, SettingsComparison
 from embershard.training.parts.part import Part, Training
 from embershard.training.reports import Report
-from embershard.training.steps import MicroBatches, Steps
+from embershard.training.steps import MicroBatches
 
 #: After so many batches in a row without a finite loss, rows or parameters are the cause, not the data.
 MOST_SKIPPED_IN_A_ROW = 10
@@ -132,7 +133,7 @@ class LossMonitor:
         *,
         signal: int = 0,
         sums: torch.Tensor | None = None,
-        carrier: Steps | None = None,
+        carrier: Intake | None = None,
     ) -> str:
         """Add this rank's mean loss, a tensor [], before its backward, the number of the signal that asked it to
         stop, and its `label_sums`. Collective. With a `carrier` they travel with its next agreement: read them behind
@@ -147,23 +148,19 @@ class LossMonitor:
         loss = loss.detach().double()
         mine = torch.stack([loss, torch.full_like(loss, signal)])
         mine = mine if sums is None else torch.cat([mine, sums])
+        on_cpu = mine.device.type == "cpu"
         if carrier is not None:
             self.read_travelled()
-            before, self._own = self._own, _PendingLoss.of(step, batch, mine)
-            if mine.device.type == "cpu":
-                before, self._own = self._own, None
-            if before is not None:
-                self._send(before, carrier)
+            own = _PendingLoss.of(step, batch, mine)
+            there, self._own = (own, None) if on_cpu else (self._own, own)
+            if there is not None:
+                self._send(there, carrier)
             return ""
         self.read()
-        gathered = self._ranks.all_gather(mine)
-        if gathered.device.type != "cpu" and not self._skips:
-            self._pending = _PendingLoss.of(step, batch, gathered)
-            return ""
-        self._pending = _PendingLoss(step, batch, gathered.tolist)
-        return self.read_travelled()
+        self._pending = _PendingLoss.of(step, batch, self._ranks.all_gather(mine))
+        return self.read_travelled() if on_cpu or self._skips else ""
 
-    def _send(self, own: _PendingLoss, carrier: Steps | None = None) -> None:
+    def _send(self, own: _PendingLoss, carrier: Intake | None = None) -> None:
         """Let numbers of a step travel; where nothing carries them, by a collective of their own."""
         numbers = own.arrived()
 
@@ -295,14 +292,14 @@ class Losses(Part):
         or nothing. Ranks learn here which of them must stop. Collective."""
         run = self.run
         exact, sums = self.exact(loss, predicted) if known is None else known
-        signal, carrier = run.supervision.signal, run.carrier
+        signal, carrier = run.supervision.signal, run.upcoming.carrier
         problem = self.monitor.add(run.steps + 1, exact, batch, signal=signal, sums=sums, carrier=carrier)
         run.supervision.note_agreed(self.monitor.signal)
         return problem
 
     def after_step(self) -> Iterator[Report]:
         """Read losses that travelled, before anything is made of what they trained."""
-        if self.run.carrier is not None:
+        if self.run.upcoming.carrier is not None:
             self.monitor.read_travelled()
             self.run.supervision.note_agreed(self.monitor.signal)
         return iter(())

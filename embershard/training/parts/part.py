@@ -127,27 +127,16 @@ class Training(ABC):
             depths, micro_batches, device = self.config.look_ahead, self.config.train.accumulate, self.ranks.device
             pipeline = None
             if self.config.lookahead:
+                heads, train = len(self.target.heads), self.config.train
+                are_late = train.on_non_finite == "stop" and micro_batches == 1 and self.ranks.world_size > 1
+                num_carried = 2 + 2 * heads * (heads > 1) if are_late else 0  # losses that travel (decision 0147)
                 ahead, held = (micro_batches * depth for depth in (depths.lookahead, depths.prefetch))
                 args = (self.model, self.optimizers.dense, device, ahead, held)
-                pipeline = LookAheadPipeline(
-                    *args,
-                    features=features_of(self.model),
-                    micro_batches=micro_batches,
-                    num_carried=self._num_carried(),
-                )
+                given: dict[str, Any] = {"features": features_of(self.model), "num_carried": num_carried}
+                pipeline = LookAheadPipeline(*args, micro_batches=micro_batches, **given)
             left = None if self.total_steps is None else self.total_steps - self.steps
             self._upcoming = Steps(self.stream, left, device, pipeline, self.input_failure, micro_batches)
         return self._upcoming
-
-    @property
-    def carrier(self) -> Steps | None:
-        """The steps, while losses travel with their agreements (decision 0147); else None."""
-        return self._upcoming if self._upcoming is not None and self._upcoming.carries else None
-
-    def _num_carried(self) -> int:
-        train, heads = self.config.train, len(self.target.heads)
-        may_be_late = train.on_non_finite == "stop" and train.accumulate == 1 and self.ranks.world_size > 1
-        return 2 + 2 * heads * (heads > 1) if may_be_late else 0
 
     @property
     def position(self) -> StreamState:

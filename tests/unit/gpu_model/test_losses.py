@@ -20,8 +20,8 @@ from embershard.errors import NotFiniteError
 from embershard.pipeline.config import LookAheadConfig
 from embershard.training.parts import loss_monitor
 from embershard.training.parts.loss_monitor import in_float64
-from embershard.training.parts.part import Training
 from embershard.training.reports import TrainReport
+from embershard.training.steps import Steps
 from embershard.training.trainer import Trainer
 from tests.unit.gpu_model.cases import config_of, write_samples
 from tests.unit.gpu_model.test_whole import KEPT, Case, modelled_ranks
@@ -68,7 +68,7 @@ def train_two(
         config = replace(config, train=train, look_ahead=LookAheadConfig(lookahead=2, prefetch=1))
         stack.enter_context(mock.patch.object(loss_monitor, "in_float64", poisoned))
         if not travel:
-            stack.enter_context(mock.patch.object(Training, "_num_carried", return_value=0))
+            stack.enter_context(mock.patch.object(Steps, "carrier", None))
         trainer = Trainer(config, ranks)
         trainer.losses.monitor._ranks = Counting(*dataclasses.astuple(ranks))
         with warnings.catch_warnings():
