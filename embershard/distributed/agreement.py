@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from embershard.distributed.traffic import counted_by_hand, ring_bytes
 from embershard.errors import DataError
 
 T = TypeVar("T")
@@ -82,7 +83,8 @@ class Agreement:
             self._wait = lambda: None
             return
         if self._stream is None:  # half of the host's time of an all-gather
-            self._wait = dist.all_reduce(self._all, group=self._group, async_op=True).wait
+            with counted_by_hand("other", ring_bytes(self._all, self._size)):
+                self._wait = dist.all_reduce(self._all, group=self._group, async_op=True).wait
             return
         with torch.cuda.stream(self._stream):
             on_device = self._all.to(self._stream.device, non_blocking=True)

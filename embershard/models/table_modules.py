@@ -55,7 +55,10 @@ class PooledRows(SparseArch):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows [B, F, D] of F features in the order of the tables."""
-        return _by_feature(self.embedding_bag_collection(features), self.sparse_feature_names, self.D)
+        names, collection = self.sparse_feature_names, self.embedding_bag_collection
+        if getattr(collection, "feature_order", names) is not names:  # a sharded one puts them so by itself
+            collection.feature_order = names
+        return _by_feature(collection(features), names, self.D)
 
 
 @torch.fx.wrap  # pipelines trace the model
@@ -67,8 +70,8 @@ def _by_feature(pooled: Any, names: list[str], dim: int) -> Tensor:
 @lru_cache(maxsize=16)
 def _order(keys: tuple[str, ...], names: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the place of each name among the keys, and of each key among the names."""
-    order = torch.tensor([keys.index(name) for name in names], device=device)
-    return order, order.argsort()
+    order, inverse = [keys.index(name) for name in names], [names.index(key) for key in keys]
+    return torch.tensor(order, device=device), torch.tensor(inverse, device=device)
 
 
 class _InOrder(torch.autograd.Function):

@@ -290,7 +290,13 @@ def _first_batch(module: Any) -> Iterator[None]:
 
 
 class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagCollection):
-    """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches."""
+    """A `ShardedEmbeddingBagCollection` whose cached tables are in host memory behind device caches.
+
+    Attributes:
+        feature_order: in which the model reads the pooled rows, where it is one; a `Route` puts them so at once.
+    """
+
+    feature_order: list[str] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         spec = kwargs["fused_params"][SPEC_KEY]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwP
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from embershard.distributed.traffic import counted_by_hand
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.feature_keys import FeatureIds, FeaturePlaces
 from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
@@ -154,8 +156,17 @@ class Route:
         #: Ids that have come become int32: all are of caches, which have fewer than 2^31 rows.
         self.is_narrow = len(pools) == len(self.kernels) and not any(pool.keys.gives_rows for pool in pools)
         self.in_order = list(range(len(sent)))
-        self.columns = Columns(shardings, self.device)
-        self.names, self.dims = module._embedding_names, module._embedding_dims
+        self._names: list[str] | None = None  # as `columns` has them
+
+    def outputs(self) -> tuple[Columns, list[str], list[int]]:
+        """Return the columns of pooled rows, with the names and dims of their parts, in the order that the model asks
+        for, or in TorchRec's."""
+        names, module = self.module.feature_order or self.module._embedding_names, self.module
+        if names is not self._names:
+            dims = dict(zip(module._embedding_names, module._embedding_dims, strict=True))
+            self.columns = Columns(module._embedding_shardings, dims, names, self.device)
+            self._names, self._dims = names, [dims[name] for name in names]
+        return self.columns, names, self._dims
 
     # -- the ranks' agreement on a batch
 
@@ -172,7 +183,7 @@ class Route:
             return [-1.0] * self.num_told
         counts = features.length_per_key()
         places, _ = self._told.of(features.keys())
-        return [features.stride(), *(counts[place] for place in places)]
+        return [features.stride(), *map(counts.__getitem__, places)]
 
     def start(self, features: KeyedJaggedTensor, told: Told) -> RoutedExchange | None:
         """Return the exchange of a batch of which the ranks have told these numbers, [W, num_told]; None: it goes
@@ -240,7 +251,8 @@ class RoutedExchange:
         cuts[:, 1] = _ID_WORDS * self._sizes[:, route.own_places].sum(axis=1)
         received = sent.new_empty(int(cuts.sum()))
         incoming, outgoing = cuts.sum(axis=1).tolist(), (num_lengths + num_words).tolist()
-        work = dist.all_to_all_single(received, sent, incoming, outgoing, route.group, async_op=True)
+        with counted_by_hand("ids", sent.nbytes - sent.element_size() * outgoing[route.rank]):
+            work = dist.all_to_all_single(received, sent, incoming, outgoing, route.group, async_op=True)
         self._sent = _Sent(work, received, sent, cuts.ravel().tolist())
 
     def _by_destination(self, features: KeyedJaggedTensor, num_ids: int) -> tuple[Tensor, Tensor]:
@@ -292,8 +304,9 @@ class RoutedExchange:
         return self._parts
 
     def look_up(self) -> KeyedTensor:
-        """Look up the rows, and exchange what was pooled: [B, sum of D] in the order of TorchRec's."""
+        """Look up the rows, and exchange what was pooled: [B, sum of D]."""
         route, found = self._route, []
+        columns, names, dims = route.outputs()
         for kernel, part in zip(route.kernels, self._parts, strict=True):
             offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(part.lengths.long())
             is_pool = isinstance(kernel, CachedTableBatchedEmbeddings)
@@ -305,8 +318,8 @@ class RoutedExchange:
             rows = _RowsToSamples.apply(route, self._samples, *found)
         else:
             rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-            rows = rows if route.columns.order is None else _Reordered.apply(rows, route.columns)
-        return KeyedTensor(route.names, route.dims, rows)
+            rows = rows if columns.order is None else _Reordered.apply(rows, columns)
+        return KeyedTensor(names, dims, rows)
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until `stream` is done with it."""
@@ -322,7 +335,11 @@ def _permuted(order: Tensor, lengths: Tensor, ids: Tensor, num_ids: int) -> tupl
 
 
 class Columns:
-    """The order of the columns [sum of D] of pooled rows: as they come from the ranks, and as TorchRec has them.
+    """The order of the columns [sum of D] of pooled rows: as they come from the ranks, and as they are asked for.
+
+    Args:
+        dims: of the tables' features, in TorchRec's order.
+        names: the same features, as they are asked for.
 
     Attributes:
         of_rank: columns that each rank sends.
@@ -331,26 +348,33 @@ class Columns:
         inverse: the other way.
     """
 
-    def __init__(self, shardings: Sequence[Any], device: torch.device) -> None:
-        dims = [sharding._emb_dim_per_rank_per_feature() for sharding in shardings]  # by sharding, rank and feature
-        ranks = range(len(dims[0]))
-        self.of_rank = [sum(sum(of_sharding[rank]) for of_sharding in dims) for rank in ranks]
+    def __init__(
+        self, shardings: Sequence[Any], dims: Mapping[str, int], names: Sequence[str], device: torch.device
+    ) -> None:
+        by_sharding = [
+            sharding._emb_dim_per_rank_per_feature() for sharding in shardings
+        ]  # by sharding, rank and feature
+        ranks = range(len(by_sharding[0]))
+        self.of_rank = [sum(sum(of_sharding[rank]) for of_sharding in by_sharding) for rank in ranks]
         places = iter(range(sum(self.of_rank)))
         came: list[list[list[int]]] = [[] for _ in shardings]  # columns of each block, by sharding
         for rank in ranks:
-            for blocks, of_sharding in zip(came, dims, strict=True):
+            for blocks, of_sharding in zip(came, by_sharding, strict=True):
                 blocks += [[next(places) for _ in range(dim)] for dim in of_sharding[rank]]
         wanted: list[int] = []
         for sharding, blocks in zip(shardings, came, strict=True):
             if getattr(sharding, "_permute_embeddings", False):  # column-wise: a table's blocks lie beside each other
                 blocks = [blocks[place] for place in sharding._embedding_order]
             wanted += [column for block in blocks for column in block]
-        self.width = math.gcd(*(dim for of_sharding in dims for of_rank in of_sharding for dim in of_rank))
+        ends = dict(zip(dims, accumulate(dims.values()), strict=True))
+        wanted = [column for name in names for column in wanted[ends[name] - dims[name] : ends[name]]]
+        self.width = math.gcd(*(dim for of_sharding in by_sharding for of_rank in of_sharding for dim in of_rank))
         self.order: Tensor | None = None
         self.inverse: Tensor | None = None
         if wanted != list(range(len(wanted))):
-            self.order = torch.tensor(wanted[:: self.width], device=device) // self.width
-            self.inverse = self.order.argsort()
+            order = np.array(wanted[:: self.width]) // self.width
+            self.order = torch.tensor(order, device=device)
+            self.inverse = torch.tensor(order.argsort(), device=device)
 
     def put(self, rows: Tensor, order: Tensor | None) -> Tensor:
         """Return rows [B, sum of D] with their columns by `order`, one of the two."""
@@ -383,7 +407,8 @@ class _RowsToSamples(torch.autograd.Function):
         rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
         incoming, outgoing = [samples * number for number in columns.of_rank], [samples * width] * route.world_size
         received = rows.new_empty(sum(incoming))
-        dist.all_to_all_single(received, rows.contiguous().view(-1), incoming, outgoing, route.group)
+        with counted_by_hand("embeddings", rows.nbytes - rows.element_size() * samples * width):
+            dist.all_to_all_single(received, rows.contiguous().view(-1), incoming, outgoing, route.group)
         parts = [part.view(samples, -1) for part in received.split(incoming) if part.numel()]
         return columns.put(torch.cat(parts, dim=1), columns.order)
 
@@ -395,7 +420,8 @@ class _RowsToSamples(torch.autograd.Function):
         sent = torch.cat([part.reshape(-1) for part in gradient.split(columns.of_rank, dim=1)])
         incoming, outgoing = [samples * width] * route.world_size, [samples * number for number in columns.of_rank]
         received = sent.new_empty(sum(incoming))
-        dist.all_to_all_single(received, sent, incoming, outgoing, route.group)
+        with counted_by_hand("gradients", sent.nbytes - sent.element_size() * outgoing[route.rank]):
+            dist.all_to_all_single(received, sent, incoming, outgoing, route.group)
         if get_gradient_division():  # as TorchRec does, there
             received.div_(route.world_size)
         rows = received.view(samples * route.world_size, width)
