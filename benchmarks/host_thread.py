@@ -4,8 +4,8 @@
 
 No GPU needed: 26 tables, one rank, or those of `torchrun`, whose collectives are operations, too. For each mode two
 programs step in turn: ours, which is the trainer of `embershard train` with the cache, planning on the thread that
-trains as on a GPU; and stock, TorchRec's `TrainPipelineSparseDist` over the same model with all rows resident. Counted
-is the processor time of the thread:
+trains as on a GPU; and stock, TorchRec's `TrainPipelineSparseDist` over the same model with all rows resident, its
+profiler's marks and its own `SparseArch`. Counted is the processor time of the thread:
 
     grows_ms      per step, by part: what the host does for a batch of --batch-size samples beyond what it does for one
                   of --small. Operations of torch, FBGEMM's look-ups and the caches' compiled loops do not count: on a
@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import functools
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd import profiler
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import SparseArch
 
@@ -54,10 +56,12 @@ from embershard.models import build
 from embershard.pipeline import LookAheadPipeline
 from embershard.pipeline.staged_batch import StagedBatch
 from embershard.settings.files import load_config
+from embershard.sharding.torchrec import compat
 from embershard.sharding.torchrec.modules import CachedModule
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig
 from embershard.training.dense_call import Computed
+from embershard.training.parts import counts
 from embershard.training.parts import part as part_module
 from embershard.training.parts.counts import StepMetrics
 from embershard.training.parts.loss_monitor import Losses
@@ -255,7 +259,8 @@ class Steps:
         with mock.patch.object(trainer_module, "stage", clock.part):
             for number in range(self._options.warmup + self._options.steps):
                 for name in list(programs)[:: -1 if number % 2 else 1]:
-                    found = clock.step(programs[name])
+                    with _as_torchrec() if name == "stock" else contextlib.nullcontext():
+                        found = clock.step(programs[name])
                     if number >= self._options.warmup:
                         steps[name].append(found)
         return {name: Figures(found) for name, found in steps.items()}
@@ -291,9 +296,24 @@ class Steps:
         )
         on_thread = functools.partial(LookAheadPipeline, worker=False)  # as on a GPU
         stack.enter_context(mock.patch.object(part_module, "LookAheadPipeline", on_thread))
-        trainer = Trainer(config, self._ranks)
+        with mock.patch.object(counts, "count_sent_bytes"):  # kernels that stock has not, and ours need not
+            trainer = Trainer(config, self._ranks)
         stack.callback(trainer.close)
         return trainer
+
+
+@contextlib.contextmanager
+def _as_torchrec() -> Iterator[None]:
+    """While it lasts, TorchRec's modules name their work, as they do in a program without ours."""
+    modules: list[Any] = [each for name, each in list(sys.modules.items()) if name.startswith("torchrec.")]
+    ours = [each for each in modules if getattr(each, "record_function", None) is compat._named_work]
+    for module in ours:
+        module.record_function = profiler.record_function
+    try:
+        yield
+    finally:
+        for module in ours:
+            module.record_function = compat._named_work
 
 
 if __name__ == "__main__":
