@@ -130,7 +130,7 @@ def train(root: Path, run: Path, way: Way, copies: Sequence[Copy] = (), resume: 
     export = partial(export_quickly, config, root / "layers.pt2")
     given: dict[str, Any] = {"resume": resume, "unverified": False, "changes": (), "same_run": "", "go_on": ""}
     with (
-        mock.patch.object(run_module, "_export", lambda _, *more: export(*more)),
+        mock.patch.object(run_module, "_base_writer", return_value=export),
         COPIER.copying(run, [*copies]),
         redirect_stdout(said),
     ):
