@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embershard.cache.ids.config import IdTable
     from embershard.cache.statistics import TableStats
     from embershard.distributed import process_group
+    from embershard.extras.accumulation import accumulating
     from embershard.extras.deal.deal import deal
     from embershard.extras.verify.program import verify
     from embershard.extras.warm_start.program import load_from
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         host_rows_changed,
         plan_sharding,
     )
-    from embershard.sharding.torchrec.accumulation import accumulating
     from embershard.sharding.torchrec.ids.id_tables import id_counts
     from embershard.training.checkpoint.program import load_program, save_program
     from embershard.training.config import RunConfig

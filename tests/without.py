@@ -84,7 +84,7 @@ CAPABILITIES = {
         ),
         ("small", "int8", "fp16", "rounded", "quantised", "host_dtype", "host_types"),
     ),
-    "accumulation": Capability(("sharding.torchrec.accumulation",), ("accumul", "micro", "pieces")),
+    "accumulation": Capability(("extras.accumulation",), ("accumul", "micro", "pieces")),
     "publications": Capability(("extras.publications",), ("publish", "publication", "replica")),
     "following": Capability(("extras.following",), ("follow", "journal", "idle", "arriv")),
     "time_order": Capability(

@@ -15,6 +15,7 @@ from torch import Tensor
 from embershard.data import Batch, BatchStream, Source, StreamState, open_source
 from embershard.distributed import Ranks, Supervision, verify_checkpoint
 from embershard.distributed.checkpoint.folder import checkpoint_at
+from embershard.lazy_names import named
 from embershard.metrics.predictions import Predicted
 from embershard.models.dropout import seed_masks
 from embershard.sharding.torchrec import cancel_forward
@@ -74,6 +75,8 @@ class Trainer(Training):
         super().__init__()
         self.config, self.ranks, self.checkpoints, self.export = config, ranks, checkpoints, export
         self.supervision = supervision or Supervision()
+        if config.train.accumulate > 1:  # named before the model is built: it may have been taken out
+            self._accumulating = named("embershard.extras.accumulation:accumulating")
         check_process(config.train, ranks.device)
         check_machines(config, ranks, checkpoints and checkpoints.parent)
         self.plan = find_plan(config, ranks)
@@ -185,10 +188,8 @@ class Trainer(Training):
 
     def _train_micro_batches(self, micro_batches: MicroBatches) -> Predicted:
         """Train once for all micro-batches; a loss is a mean over samples, so that each has its share of it."""
-        from embershard.sharding.torchrec.accumulation import accumulating  # of a capability that may be taken out
-
         num_samples, losses, predictions = micro_batches.num_samples, list[Tensor](), list[Predicted]()
-        with accumulating(self.model):
+        with self._accumulating(self.model):
             for number, micro_batch in enumerate(micro_batches):
                 loss, predicted = self._forward(micro_batch, number)
                 losses.append(loss * (micro_batch.num_samples / num_samples))

@@ -66,6 +66,7 @@ def test_a_stopped_rank_is_named_restarted_and_asked_to_end(tmp_path: Path) -> N
         run.process.kill()
 
 
+@pytest.mark.extra
 @pytest.mark.matrix
 def test_a_restart_changes_no_bit_of_an_accumulated_training(tmp_path: Path) -> None:
     settings = [*SETTINGS, "train.accumulate=2", "cache.ratio=0.3"]

@@ -22,9 +22,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import LookAheadPipeline, accumulating, cache_stats
 from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import InFlight
+from embershard.extras.accumulation import HeldLookups, _DenseGradients
 from embershard.extras.hot_cold.mode import announce_hot_batches
 from embershard.sharding.torchrec import cached_embeddings
-from embershard.sharding.torchrec.accumulation import HeldLookups, _DenseGradients
 from tests.ranks import parity, rows_exchange
 from tests.ranks.look_ahead import HotBatch
 from tests.ranks.parity import LinearModel, differences, snapshot

@@ -13,7 +13,7 @@ from tests.ranks import accumulation, grown_accumulation, own_models
 from tests.ranks.accumulation import Case, Interrupted, Outcome
 from tests.ranks.workers import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.extra, pytest.mark.ranks]
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
@@ -54,6 +54,7 @@ def _check(outcomes: list[Outcome], case: Case, evictions: int = 100) -> None:
         assert sum(outcome.evictions for outcome in outcomes) >= evictions
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sharding", keep(["column_wise"], SHARDINGS))
 @pytest.mark.parametrize("optimizer", keep(["rowwise_adagrad"], OPTIMIZERS))
 def test_every_sharding_type_and_optimizer(two_ranks: RankPool, sharding: str, optimizer: str) -> None:

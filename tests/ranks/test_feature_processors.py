@@ -34,8 +34,8 @@ from embershard import (
     plan_sharding,
 )
 from embershard.errors import EmbershardError
+from embershard.extras.accumulation import HeldLookups
 from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
-from embershard.sharding.torchrec.accumulation import HeldLookups
 from tests.covering import keep, matrix
 from tests.ranks.workers import RankPool
 
@@ -244,6 +244,7 @@ def test_weights_of_ids_have_the_gradients_of_torchrec(request, ranks, weights_t
         assert found["gradients"] == found["stock has them"] == [weights_train and ranks == "one_rank"] * 6
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("sharding", keep(["row_wise"], ["table_wise", "row_wise"]))
 def test_weights_of_positions_train_in_updates_of_several_batches(two_ranks: RankPool, sharding: str) -> None:
     assert two_ranks.run(accumulated, sharding, 6, True) == [[], []]

@@ -84,8 +84,8 @@ def test_the_examples_work(file: Path, tmp_path: Path, monkeypatch: pytest.Monke
     """In an empty folder. No example escapes: doctest finds as many as the file shows."""
     monkeypatch.chdir(tmp_path)
     given = {}
-    needs_ranks = {"torchrec", "pipeline", "program.py", "host_rows.py", "blocks_of_rows.py"} & set(file.parts)
-    if needs_ranks and "(model" in file.read_text(encoding="utf-8"):
+    of_programs = {"torchrec", "pipeline", "accumulation.py", "program.py", "host_rows.py", "blocks_of_rows.py"}
+    if of_programs & set(file.parts) and "(model" in file.read_text(encoding="utf-8"):
         request.getfixturevalue("one_rank")
         given = names()
     tests = doctest.DocTestFinder().find(importlib.import_module(module_name(file)), extraglobs=given)

@@ -38,6 +38,7 @@ from embershard.data.schema import Pooling, Task
 from embershard.distributed import Ranks, Supervision
 from embershard.distributed.publish.published import published, read_files, read_publication
 from embershard.errors import ConfigError
+from embershard.extras import accumulation
 from embershard.extras.hot_cold.hot_tables import HotTables
 from embershard.extras.length_groups.sizes import MOST_PADDING
 from embershard.extras.publications.sources import PublishedPool
@@ -51,7 +52,7 @@ from embershard.sharding.config import ShardingConfig
 from embershard.sharding.pins import TablePin
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Kernel
-from embershard.sharding.torchrec import accumulation, slots
+from embershard.sharding.torchrec import slots
 from embershard.sharding.torchrec.inspection import cached_embeddings
 from embershard.training import trainer as trainer_module
 from embershard.training.config import RunConfig

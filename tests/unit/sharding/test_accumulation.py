@@ -26,9 +26,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from embershard import CachedEmbeddingBagCollectionSharder, IdTable, LookAheadPipeline, accumulating, plan_sharding
 from embershard.distributed import Ranks
 from embershard.errors import CacheError, ConfigError
-from embershard.sharding.torchrec.accumulation import VARIABLE, HeldLookups
+from embershard.extras.accumulation import VARIABLE, HeldLookups
 from embershard.sharding.torchrec.slots import SlotTable
 from tests.covering import covering
+
+pytestmark = pytest.mark.extra
 
 ROWS, DIM, FEATURES = 40, 4, 3
 OPTIMIZERS = {
@@ -81,6 +83,7 @@ def _one(pieces: list[list[Any]]) -> tuple[list[Tensor], Tensor, Tensor | None]:
     return lengths, ids, torch.cat([own[f] for f in range(FEATURES) for own in weights])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("optimizer", "pooling", "count"), covering([*OPTIMIZERS], ["sum", "mean", "weighted", "none"], [1, 2, 3, 8])
 )

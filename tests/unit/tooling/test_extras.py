@@ -42,6 +42,9 @@ def test_what_an_installation_is_without_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "embershard.extras.mlperf", None)
     with pytest.raises(SetupError, match=r"^this needs embershard\.extras\.mlperf, which this installation"):
         named("embershard.extras.mlperf:MlperfTracker")
+    monkeypatch.setitem(sys.modules, "embershard.extras.accumulation", None)
+    with pytest.raises(SetupError, match=r"^this needs embershard\.extras\.accumulation, which this installation"):
+        from embershard import accumulating  # noqa: F401  # a public name
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):  # what is no extra keeps its own error
         named("no_such_library:name")
 

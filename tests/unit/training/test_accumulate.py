@@ -100,6 +100,8 @@ def _losses(reports: list[Report]) -> list[float]:
     return [report.loss for report in reports if isinstance(report, TrainReport)]
 
 
+@pytest.mark.extra
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(("pieces", "lookahead"), [(5, 4), matrix(24, 0), *(matrix(*each) for each in _FURTHER_PIECES)])
 def test_a_step_in_pieces_is_that_of_the_whole_batch(one_rank: Ranks, pieces: int, lookahead: int) -> None:
@@ -112,6 +114,7 @@ def test_a_step_in_pieces_is_that_of_the_whole_batch(one_rank: Ranks, pieces: in
         torch.testing.assert_close(in_pieces[name], values, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_dense_gradients_of_a_step_agree_to_12_digits(one_rank: Ranks) -> None:
     gradients = []
@@ -183,6 +186,7 @@ def _maps(config: RunConfig, ranks: Ranks) -> tuple[dict[str, Tensor], int]:
     return found, sum(each.counts.evicted for each in maps)
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, evicted = _maps(_with_ids(tmp_path, 1), one_rank)
@@ -197,6 +201,7 @@ def test_ids_of_all_pieces_get_rows_together(one_rank: Ranks, tmp_path: Path, mo
         _maps(_with_ids(tmp_path, 3), one_rank)
 
 
+@pytest.mark.extra
 def test_ids_need_batches_that_become_known_together(one_rank: Ranks, tmp_path: Path) -> None:
     trainer = Trainer(_with_ids(tmp_path, 1, lookahead=0), one_rank)
     with pytest.raises(ConfigError, match=r"micro_batches=K"), accumulating(trainer.model):
@@ -204,6 +209,7 @@ def test_ids_need_batches_that_become_known_together(one_rank: Ranks, tmp_path: 
     trainer.close()
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_batches_are_skipped_as_a_whole(one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of one piece of one step is not finite: nothing of it trains, and the next batch takes its place."""
@@ -229,6 +235,7 @@ def test_a_batch_has_a_sample_for_each_piece() -> None:
         TrainConfig(accumulate=0)
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_run_goes_on_with_other_pieces_but_not_with_dropout(one_rank: Ranks, tmp_path: Path, dropout: float) -> None:

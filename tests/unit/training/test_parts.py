@@ -135,6 +135,7 @@ def test_a_part_may_report_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
 HIDDEN = (
     *(f"embershard.training.parts.{name}" for name in ("average", "id_tables", "windows")),
     *(f"embershard.extras.{name}.part" for name in ("publications", "following", "hot_cold", "warm_start")),
+    "embershard.extras.accumulation",
 )
 
 
@@ -148,3 +149,5 @@ def test_a_run_needs_no_module_of_a_part_that_it_has_not(ranks, tmp_path, monkey
     publish = PublishConfig(str(tmp_path / "published"), every_steps=2)
     with pytest.raises(SetupError, match=r"this needs embershard\.extras\.publications"):
         Trainer(replace(config_of(), publish=publish), ranks, tmp_path / "other")
+    with pytest.raises(SetupError, match=r"this needs embershard\.extras\.accumulation"):  # not at the first step
+        Trainer(replace(config_of(), train=replace(config_of().train, accumulate=2)), ranks)
