@@ -43,7 +43,8 @@ class Case(parity.Case):
     ``empty_every``: every so many batches have no id at all. ``cycle``: a batch has rows of its own, and so many
     batches later they come again. ``dyadic``: there is no dense layer, and
     gradients are dyadic rationals, whose sums have the same bits in any order.
-    ``hot_every``: every so many batches have ids of ``hot`` rows only, on all ranks."""
+    ``hot_every``: every so many batches have ids of ``hot`` rows only, on all ranks. ``uneven_every``: in every so many
+    batches each rank has other numbers of samples."""
 
     steps: int = 12
     modules: tuple[tuple[str, int], ...] = ()
@@ -52,6 +53,7 @@ class Case(parity.Case):
     cycle: int = 0
     dyadic: bool = False
     hot_every: int = 0
+    uneven_every: int = 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -225,6 +227,8 @@ def batches(case: Case, steps: int | None = None, seed: int = 0) -> list[Batch]:
     for step, (features, labels) in enumerate(made):
         is_hot = bool(case.hot_every) and step % case.hot_every == case.hot_every - 1
         labels = (labels * 16).floor() / 4 - 2 if case.dyadic else labels
+        if case.uneven_every and step % case.uneven_every == 1:
+            features, labels = _first_samples(features, labels, case.batch_size - 2 * dist.get_rank() - 1)
         found.append(HotBatch(_features(case, step, features, is_hot), labels, is_hot))
     return found
 
@@ -239,6 +243,13 @@ def _features(case: Case, step: int, features: KeyedJaggedTensor, is_hot: bool) 
         values, lengths = values[:0], torch.zeros_like(lengths)
     values = values.int() if case.int32_ids else values
     return KeyedJaggedTensor(features.keys(), values, lengths=lengths, weights=_weights(features, values.numel()))
+
+
+def _first_samples(features: KeyedJaggedTensor, labels: Tensor, count: int) -> tuple[KeyedJaggedTensor, Tensor]:
+    lengths = features.lengths().view(len(features.keys()), -1)
+    is_first = (torch.arange(lengths.shape[1]) < count).expand_as(lengths)
+    ids = features.values()[is_first.flatten().repeat_interleave(lengths.flatten())]
+    return KeyedJaggedTensor(features.keys(), ids, lengths=lengths[:, :count].flatten()), labels[:count]
 
 
 def _cyclic_batch(case: Case, step: int) -> Batch:

@@ -27,6 +27,7 @@ ROUTED = {
     "all tables on one rank": Case(rows=(1000,), dims=(16,)),
     "modules that each read some features": Case(batch_size=8, modules=(("pooled", 2), ("pooled", 2))),
 }
+UNEVEN = Case(batch_size=8, uneven_every=3)
 OTHERS = {
     "row-wise": Case(sharding="row_wise"),
     "weights of ids": Case(weighted=True),
@@ -60,6 +61,14 @@ def test_what_has_no_route_goes_torchrecs_way(two_ranks: RankPool, name: str) ->
     found = two_ranks.run(routes.compare, case, RUN)
     assert [outcome.different for outcome, _ in found] == [[], []]
     assert all(ways == {"TorchRecExchange": case.steps} for _, ways in found)
+
+
+def test_batches_of_which_ranks_have_other_numbers_of_samples_go_torchrecs_way(two_ranks: RankPool) -> None:
+    found = two_ranks.run(routes.compare, UNEVEN, RUN)
+    assert [outcome.different for outcome, _ in found] == [[], []]
+    uneven = sum(step % UNEVEN.uneven_every == 1 for step in range(UNEVEN.steps))
+    for _, ways in found:
+        assert ways == {"TorchRecExchange": 1 + uneven, "RoutedExchange": UNEVEN.steps - 1 - uneven}
 
 
 @pytest.mark.parametrize("fault", ["samples exchanged", "columns exchanged", "gradients not divided"])
