@@ -182,9 +182,7 @@ class DenseCall:
             torch._foreach_copy_(bucket.views, [gradients[place] for place in bucket.places])
             bucket.flat.mul_(1.0 / self._num_ranks)  # as DDP: by three, a division has other bits
             with counted_by_hand("dense_all_reduce", ring_bytes(bucket.flat, self._num_ranks)):
-                work = dist.all_reduce(bucket.flat, group=self._ddp.process_group, async_op=True)
-            assert work is not None
-            self._works.append(work)
+                self._works.append(self._ddp.process_group.allreduce([bucket.flat]))
             for place, view in zip(bucket.places, bucket.views, strict=True):
                 self._parameters[place].grad = view
 

@@ -50,7 +50,7 @@ class Mirror(dist.ProcessGroup):
             if tensor.dtype == torch.float64 and tensor.dim() == 2 and len(tensor) == self._num_ranks:
                 tensor.copy_(tensor[self._rank].clone())  # an agreement, to which each rank adds a row
                 continue
-            is_sum = opts is not None and opts.reduceOp == dist.ReduceOp.SUM
+            is_sum = opts is None or opts.reduceOp == dist.ReduceOp.SUM
             if is_sum and tensor.dtype != torch.uint8:  # bytes are rows: one rank has a row, the others zeros
                 tensor.mul_(self._num_ranks)
         return _done(tensors)
