@@ -153,5 +153,7 @@ def test_the_order_of_gradients_decides_about_bits_on_four_ranks(
     two_ranks: RankPool, four_ranks: RankPool, samples: Path
 ) -> None:
     config = config_of("dlrm", samples)
+    # So many sums that some differ, with whatever instructions a processor has.
+    config = replace(config, model=replace(config.model, over_arch_layer_sizes=(96, 64, 1)))
     assert two_ranks.run(with_a_fault, "in the order of parameters", config) == [[], []]
     assert all(four_ranks.run(with_a_fault, "in the order of parameters", config))
