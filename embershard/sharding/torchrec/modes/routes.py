@@ -343,7 +343,6 @@ class Columns:
 
     Attributes:
         of_rank: columns that each rank sends.
-        of_kernel: columns of each kernel of this rank.
         order: which block of `width` columns of those that come is the k-th; None: they are in order.
         inverse: the other way.
     """
@@ -351,9 +350,7 @@ class Columns:
     def __init__(
         self, shardings: Sequence[Any], dims: Mapping[str, int], names: Sequence[str], device: torch.device
     ) -> None:
-        by_sharding = [
-            sharding._emb_dim_per_rank_per_feature() for sharding in shardings
-        ]  # by sharding, rank and feature
+        by_sharding = [sharding._emb_dim_per_rank_per_feature() for sharding in shardings]
         ranks = range(len(by_sharding[0]))
         self.of_rank = [sum(sum(of_sharding[rank]) for of_sharding in by_sharding) for rank in ranks]
         places = iter(range(sum(self.of_rank)))
@@ -404,6 +401,7 @@ class _RowsToSamples(torch.autograd.Function):
     def forward(ctx: Any, route: Route, samples: int, *found: Tensor) -> Tensor:  # type: ignore[override]
         ctx.route, ctx.samples, ctx.widths = route, samples, [rows.shape[1] for rows in found]
         columns, width = route.columns, sum(ctx.widths)
+        ctx.columns = columns
         rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
         incoming, outgoing = [samples * number for number in columns.of_rank], [samples * width] * route.world_size
         received = rows.new_empty(sum(incoming))
@@ -414,7 +412,7 @@ class _RowsToSamples(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        route, samples, columns = ctx.route, ctx.samples, ctx.route.columns
+        route, samples, columns = ctx.route, ctx.samples, ctx.columns
         width = sum(ctx.widths)
         gradient = columns.put(gradient.contiguous(), columns.inverse)
         sent = torch.cat([part.reshape(-1) for part in gradient.split(columns.of_rank, dim=1)])
