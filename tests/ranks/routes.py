@@ -12,7 +12,6 @@ import torch
 
 from embershard.sharding.torchrec.modes import routes
 from embershard.sharding.torchrec.modes.routes import Columns, Route, RoutedExchange, TorchRecExchange
-from embershard.sharding.torchrec.slots import _KeptCall
 from tests.ranks import look_ahead
 from tests.ranks.look_ahead import Case, Outcome, Run
 
@@ -46,7 +45,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "samples exchanged": _exchanged_samples,
     "columns exchanged": _exchanged_columns,
     "gradients not divided": lambda: mock.patch.object(routes, "get_gradient_division", return_value=False),
-    "arguments kept past a growth": lambda: mock.patch.object(_KeptCall, "is_of", return_value=True),
 }
 
 
