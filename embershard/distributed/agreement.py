@@ -70,12 +70,11 @@ class Agreement:
             self._stream = torch.cuda.Stream(device)
             self._all = self._all.pin_memory()
 
-    def start(self, state: int, wish: int = 0, tell: Sequence[float] | None = None) -> None:
-        """Tell the other ranks this rank's `Supply`, its wish, and numbers; None: zeros. Does not wait."""
+    def start(self, state: int, wish: int = 0, tell: Sequence[float] = ()) -> None:
+        """Tell the other ranks this rank's `Supply`, its wish, and `num_told` numbers. Does not wait."""
         assert self._wait is None, "result() of the round before comes first"
-        told = [0.0] * self._num_told if tell is None else tell
-        assert len(told) == self._num_told, f"{len(told)} numbers, and the ranks agreed on {self._num_told}"
-        own = [int(state), self._rank if state == Supply.FAILED else self._nobody, wish, *told]
+        assert len(tell) == self._num_told, f"{len(tell)} numbers, and the ranks agreed on {self._num_told}"
+        own = [int(state), self._rank if state == Supply.FAILED else self._nobody, wish, *tell]
         numbers = self._all.numpy()
         numbers[:] = 0.0
         numbers[self._place] = own

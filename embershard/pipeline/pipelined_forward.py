@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.fx import _symbolic_trace
@@ -29,6 +29,8 @@ from embershard.sharding.torchrec.modes.routes import Route, Told, TorchRecExcha
 from embershard.sharding.torchrec.modules import check_ids
 
 _log = logging.getLogger(__name__)
+
+_NOTHING = slice(0)  # of what the ranks tell each other: of a module without a route
 
 #: From a batch to each sharded module's input, by the module's name.
 Features = Callable[[Any], Mapping[str, Any]]
@@ -51,6 +53,8 @@ class ModelInputs:
         self._model, self._features = model, features
         modules = [module for module in model.modules() if isinstance(module, ShardedModule)]
         self._routes = {module: Route(module) for module in modules if not why_no_route(module)}
+        ends = list(itertools.accumulate((route.num_told for route in self._routes.values()), initial=0))
+        self._told_of = dict(zip(self._routes, itertools.starmap(slice, itertools.pairwise(ends)), strict=True))
         self._handle: Any = None  # of a hook on the model
         self.forwards: list[PipelinedForward] = []
         self.step = OpenStep()
@@ -69,12 +73,11 @@ class ModelInputs:
     def start(self, batch: Any, told: Told) -> dict[str, ModuleInput]:
         """Start to exchange the ids of a batch, which is on the device and checked, of which the ranks have told these
         numbers; return the inputs of the modules by name. Collective."""
-        bounds = np.cumsum([route.num_told for route in self._routes.values()])[:-1]
-        own = dict(zip(self._routes, np.split(told, bounds, axis=1), strict=True)) if self._routes else {}
-        return {
-            forward.name: forward.start(batch, self._routes.get(forward.module), own.get(forward.module))
-            for forward in self.forwards
-        }
+        found = {}
+        for forward in self.forwards:
+            route, own = self._routes.get(forward.module), told[:, self._told_of.get(forward.module, _NOTHING)]
+            found[forward.name] = forward.start(batch, route, own)
+        return found
 
     def check(self, batch: Any) -> list[KeyedJaggedTensor | None]:
         """Return what each forward would read of a batch. Raise what this rank finds wrong with it, before the other
@@ -163,12 +166,12 @@ class PipelinedForward:
             check_ids(self.module, features)
         return features
 
-    def start(self, batch: Any, route: Route | None, told: Told | None) -> ModuleInput:
+    def start(self, batch: Any, route: Route | None, told: Told) -> ModuleInput:
         """Start to exchange the module's ids of `batch`, which is checked: by its route where it has one, and by what
         the ranks have told of the batch. Collective."""
         args, kwargs = self.args.build_args_kwargs(batch)
         features = features_among(args, kwargs)
-        routed = None if route is None or told is None or features is None else route.start(features, told)
+        routed = None if route is None or features is None else route.start(features, told)
         return ModuleInput(routed or TorchRecExchange(self.module, batch, args, kwargs))
 
     def remove(self) -> None:

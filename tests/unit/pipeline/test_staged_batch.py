@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def staged(batch: Any, *forwards: Announcing) -> StagedBatch:
     announced = [forward.features_of(batch) for forward in forwards]
     inputs = ModelInputs(nn.Module(), None)
     inputs.forwards = cast("list[PipelinedForward]", forwards)
-    return StagedBatch(batch, announced, CPU, inputs, Streams(CPU), told=[[]])
+    return StagedBatch(batch, announced, CPU, inputs, Streams(CPU), told=np.empty((1, 0)))
 
 
 def parts() -> tuple[KeyedJaggedTensor, Tensor]:
