@@ -258,6 +258,7 @@ class LookAheadPipeline:
     def _advance(self, batches: Iterator[Any]) -> None:
         """Before a step: fill the window. At the first step with L batches, later with as many as the last one took."""
         self._join()  # a step whose end was interrupted
+        self._intake.note_entered(self._window.newest_arriving)  # before it leaves that place
         if self._is_in_debt:
             self._pay_debts(batches)
         failure, self._failure = self._failure, None
@@ -369,7 +370,6 @@ class LookAheadPipeline:
 
     def _offer(self, batches: Iterator[Any]) -> None:
         """Take the next batch from the iterator, and tell the other ranks."""
-        self._intake.note_entered(self._window.newest_arriving)
         self._intake.offer(batches, self._is_full, self._depth.wish)
 
     def _let_next_in(self, batches: Iterator[Any]) -> bool:
