@@ -97,12 +97,16 @@ class Agreement:
     def result(self) -> Supply:
         """Wait until every rank has called `start`; return the least `Supply`, the same on every rank."""
         assert self._wait is not None, "start() comes first"
-        wait, self._wait = self._wait, None
-        wait()
+        self._wait()
         states, failed, wishes = self._all[:, :3].t().tolist()
         self._failed, self.wish = int(min(failed)), int(max(wishes))
-        self.told = self._all.numpy()[:, 3:].copy()
+        self.told, self._wait = self._all.numpy()[:, 3:].copy(), None  # last: an interrupt leaves it open
         return Supply(int(min(states)))
+
+    @property
+    def is_open(self) -> bool:
+        """True from `start` until `result` has returned."""
+        return self._wait is not None
 
     def failure(self) -> DataError:
         """Return the error for ranks whose own input is fine, after `Supply.FAILED`; it names the first failed rank."""

@@ -47,11 +47,12 @@ class Intake:
         self._agreement = Agreement(self._device, num_told=self._num_told + self._num_carried)
         self._decision: Supply | None = None  # which `enter` has not acted on
         self._to_carry: Sequence[float] | None = None
-        self._carried: list[list[float]] | None = None  # of all ranks
+        self._has_carried = False  # the question that is open, or was the last
+        self._carried: Told | None = None  # behind what was told of the batch
         self._offered: Any = _NO_BATCH
         self._checked: Any = None  # what the check read of it
-        self._told: Sequence[float] | None = None  # of it, to the other ranks
-        self._is_asked = self._is_due = self.is_over = False  # due: all ranks have one, and it is to be let in
+        self._told: Sequence[float] | None = None  # of it, to the other ranks; None: it is not read yet
+        self._is_due = self.is_over = False  # due: all ranks have one, and it is to be let in
         self._failure: Exception | None = None  # of this rank's iterator; the other ranks do not know it yet
         self.wish = 0
 
@@ -69,14 +70,11 @@ class Intake:
         """
         if self.is_over or self._is_asked or self._is_due:
             return
-        if self._offered is _NO_BATCH:
+        if self._failure is None:
             try:
-                self._offered = next(batches, _NO_BATCH)
-                if self._offered is not _NO_BATCH and self._offered is not Supply.NOT_YET:
-                    self._checked = self._check(self._offered)
-                    self._told = self._tell(self._checked)
+                self._take(batches)
             except Exception as error:
-                self._offered, self._failure = _NO_BATCH, error
+                self._failure = error
         state = Supply.FULL if is_full else Supply.READY
         if self._failure is not None:
             state = Supply.FAILED
@@ -85,11 +83,31 @@ class Intake:
         elif self._offered is Supply.NOT_YET:
             self._offered, state = _NO_BATCH, Supply.NOT_YET
         told = self._told if state in (Supply.READY, Supply.FULL) else None
-        carried, self._to_carry = self._to_carry, None
-        self._has_carried = carried is not None
-        told, carried = told or [0.0] * self._num_told, carried or [0.0] * self._num_carried
+        self._has_carried = self._to_carry is not None
+        told, carried = told or [0.0] * self._num_told, self._to_carry or [0.0] * self._num_carried
         self._agreement.start(state, wish, [*told, *carried])
-        self._is_asked = True
+        self._to_carry = None
+
+    def _take(self, batches: Iterator[Any]) -> None:
+        """Take a batch where none is offered, and read it: also one that an interrupt left unread."""
+        if self._offered is _NO_BATCH:
+            self._told = None
+            self._offered = next(batches, _NO_BATCH)
+        if self._told is None and self._offered is not _NO_BATCH and self._offered is not Supply.NOT_YET:
+            self._read()
+            self._told = self._tell(self._checked)
+
+    def _read(self) -> None:
+        """Check the batch; one that this rank cannot use is dropped."""
+        try:
+            self._checked = self._check(self._offered)
+        except Exception:
+            self._offered = _NO_BATCH
+            raise
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._agreement.is_open or self._decision is not None
 
     @property
     def carries(self) -> bool:
@@ -102,17 +120,17 @@ class Intake:
 
     def carried(self) -> list[list[float]] | None:
         """Wait for what each rank gave to the last :meth:`carry`; None: no offer has taken it, and it is dropped."""
-        if self._to_carry is None and self._is_asked:
+        if self._has_carried and self._is_asked:
             self._hear()
         self._to_carry, carried, self._carried = None, self._carried, None
-        return carried
+        return None if carried is None else carried[:, self._num_told :].tolist()
 
     def _hear(self) -> Supply:
         """Wait for what the ranks agree on; :meth:`enter` acts on it."""
-        if self._decision is None:
+        if self._decision is None and self._has_carried:
+            self._decision, self._carried = self._agreement.result(), self._agreement.told
+        elif self._decision is None:
             self._decision = self._agreement.result()
-            if self._has_carried:
-                self._carried = self._agreement.told[:, self._num_told :].tolist()
         return self._decision
 
     def enter(self, let_in: Callable[[Any, Any, Told], None]) -> bool:
@@ -126,14 +144,14 @@ class Intake:
         if self.is_over:
             return False
         if not self._is_due:
-            decision, self._is_asked, self._decision = self._hear(), False, None
-            self.wish = self._agreement.wish
+            decision, self.wish = self._hear(), self._agreement.wish
             if decision == Supply.FAILED:
-                failure, self._failure = self._failure, None
+                failure, self._failure, self._decision = self._failure, None, None
                 raise self._agreement.failure() if failure is None else failure
             if decision == Supply.ENDED:
-                self.is_over, self._offered = True, _NO_BATCH
-            self._is_due = decision == Supply.READY
+                self.is_over, self._offered, self._decision = True, _NO_BATCH, None
+                return False
+            self._is_due, self._decision = decision == Supply.READY, None
             if not self._is_due:
                 return False
         let_in(self._offered, self._checked, self._agreement.told[:, : self._num_told])

@@ -32,6 +32,7 @@ _TORCHREC = (
     "sharding/torchrec/feature_keys.py",
     "sharding/torchrec/modes/bags.py",
     "sharding/torchrec/modes/replicated_rows.py",
+    "sharding/torchrec/modes/routes.py",
     "sharding/torchrec/modes/rows_exchange.py",
     "pipeline/module_input.py",
     "pipeline/pipelined_forward.py",
@@ -47,9 +48,11 @@ GROUPS: dict[str, frozenset[str]] = {
     "torchrec": frozenset(str((_ROOT / path).resolve(strict=True)) for path in _TORCHREC),
 }
 ALL_FILES = frozenset().union(*GROUPS.values())
+#: An exception where a batch is taken ends the data of all ranks: only one rank alone goes on behind it.
+_INTAKE, _TELL = str((_ROOT / "pipeline/intake.py").resolve(strict=True)), "ModelInputs.tell"
 
 #: Not the cache: what looks at a batch as it is taken, before other ranks count on it.
-_NOT_CACHE = {"ModelInputs.check", "PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
+_NOT_CACHE = {"Intake._read", "ModelInputs.check", "PipelinedForward.check", "pipelined_forwards", "_named_forwards"}
 #: As many lines as another rank is late.
 _WAITS = {"Barriers._wait"}
 
@@ -68,16 +71,22 @@ class Injector:
     Args:
         at: number of the line, from 0; None to count.
         error: what is raised.
+        is_alone: the rank is the only one.
     """
 
     def __init__(
-        self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, files: frozenset[str] = ALL_FILES
+        self,
+        at: int | None = None,
+        error: type[BaseException] = KeyboardInterrupt,
+        files: frozenset[str] = ALL_FILES,
+        is_alone: bool = False,
     ) -> None:
         self.events: list[tuple[str, str]] = []
         self.count = 0
         self.raised: BaseException | None = None
         self.where = "nowhere"
-        self._at, self._error, self._files = at, error, files
+        self._at, self._error, self._files = at, error, files | {_INTAKE} if is_alone else files
+        self._outside = _NOT_CACHE if is_alone else _NOT_CACHE | {_TELL}
         self._local = threading.local()
 
     def __enter__(self) -> Injector:
@@ -107,17 +116,15 @@ class Injector:
         return self._line
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
+        code, operation = frame.f_code, self._local.stack[0]
+        is_outside = not self._outside.isdisjoint(self._local.stack)
         if event == "return":
-            operation = self._local.stack[0]
             self._local.stack.pop()
             if code.co_flags & inspect.CO_GENERATOR or frame.f_lasti not in _returns(code):
                 return self._line  # raised at a yield it would not pass through the generator; or another one passes
-        elif event == "line" and frame.f_lasti not in _nowhere(code):
-            operation = self._local.stack[0]
-        else:
+        elif event != "line" or frame.f_lasti in _nowhere(code):
             return self._line
-        if operation in _NOT_CACHE:
+        if is_outside:
             return self._line
         number, self.count = self.count, self.count + 1
         if self._at is None:

@@ -46,6 +46,7 @@ class Training:
 
 
 _ROW_WISE = replace(_CASE, sharding="row_wise", batch_size=6)
+_ROUTES = replace(_ROW_WISE, sharding="table_wise", rows=(200, 200, 200, 200))
 TRAININGS = {
     training.name: training
     for training in (
@@ -59,6 +60,8 @@ TRAININGS = {
         Training("inline, lfu", replace(_CASE, ratio=0.4), replace(_RUN, worker=False, policy="lfu", prefetch=1)),
         Training("two ranks, inline", _ROW_WISE, replace(_RUN, worker=False), 2),
         Training("two ranks, worker", _ROW_WISE, replace(_RUN, worker=True), 2),
+        Training("two ranks, routes, inline", _ROUTES, replace(_RUN, worker=False), 2),
+        Training("two ranks, routes, worker", _ROUTES, replace(_RUN, worker=True), 2),
     )
 }
 _DYADIC = replace(_ROW_WISE, dyadic=True)
@@ -113,7 +116,7 @@ class _Left(Exception):  # noqa: N818
 
 def lines_of(training: Training) -> dict[str, list[str]]:
     """For each thread the operation of every line; and proof that the training tests something. On every rank."""
-    counters = {"main": Injector(), "worker": Injector()}
+    counters = {"main": Injector(is_alone=training.world_size == 1), "worker": Injector()}
     with settled(), as_run(training.case, training.run) as (model, loop):
         done, error = _train(training, model, loop, counters)
         assert error is None, error
@@ -175,7 +178,7 @@ def try_sample(
 def _try(point: Point) -> Ended:
     training = {**TRAININGS, **MODES}[point.training]
     is_here = dist.get_rank() == point.rank
-    injector = Injector(point.line if is_here else None, point.error)
+    injector = Injector(point.line if is_here else None, point.error, is_alone=training.world_size == 1)
     try:
         with settled(), no_hang(SECONDS):
             reference(training.case)
@@ -353,7 +356,8 @@ def _halves(case: Case, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _by_pool(model: nn.Module) -> list[list[Any]]:
     stats = cache_stats(model)
-    return [stats[:2], stats[2:]]
+    half = len(stats) // 2  # of two pools, which have as many tables
+    return [stats[:half], stats[half:]]
 
 
 @contextlib.contextmanager

@@ -36,6 +36,14 @@ def test_a_fault_in_the_caches(name: str, count: int, pools: dict[int, RankPool]
     assert tally.totals["equal"] > 0 or count < 8, tally.totals
 
 
+@pytest.mark.parametrize("operation", ["Intake.enter", "Intake.offer"])
+def test_a_fault_as_a_batch_is_taken(operation: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """It trains once, with its own sizes."""
+    tally = try_sample(pools[1], TRAININGS["worker, staged"], 40, 0, str(tmp_path), operation)
+    assert tally.problems == []
+    assert tally.totals == {"equal": 40}
+
+
 @pytest.mark.matrix
 def test_a_step_that_is_interrupted_before_it_told_the_others(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """The rank does what it owes the others before anything else: collectives stay in one order on all ranks."""

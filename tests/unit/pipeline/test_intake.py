@@ -69,6 +69,43 @@ def test_what_the_check_read_enters_with_its_batch() -> None:
     assert entered == [("a", "A", [[1.0]]), ("b", "B", [[2.0]])], "with what this rank, the only one, told of it"
 
 
+@pytest.mark.parametrize("where", ["check", "tell", "start"])
+def test_a_batch_whose_reading_was_interrupted_is_read_again(where: str) -> None:
+    """Nothing of the batch before is told of it, and the carried numbers still travel."""
+    interrupted: set[str] = set()
+
+    def once(place: str, batch: str) -> str:
+        if (place, batch) == (where, "b") and not interrupted:
+            interrupted.add(batch)
+            raise KeyboardInterrupt
+        return batch
+
+    def started(own: Agreement, state: int, wish: int, tell: list[float]) -> None:
+        once("start", chr(int(tell[0])))
+        start(own, state, wish, tell)
+
+    start = Agreement.start
+    intake = Intake(
+        torch.device("cpu"),
+        lambda batch: once("check", batch),
+        lambda batch: [float(ord(once("tell", batch)))],
+        num_told=1,
+        num_carried=1,
+    )
+    batches, entered = iter("abc"), []
+    with mock.patch.object(Agreement, "start", started):
+        intake.offer(batches, is_full=False, wish=1)
+        intake.enter(lambda *given: entered.append(given))
+        intake.carry([0.5])
+        with pytest.raises(KeyboardInterrupt):
+            intake.offer(batches, is_full=False, wish=1)
+        for _ in range(3):
+            intake.offer(batches, is_full=False, wish=1)
+            assert intake.carried() == ([[0.5]] if len(entered) == 1 else None)
+            intake.enter(lambda *given: entered.append(given))
+    assert entered == [("a", "a", [[97.0]]), ("b", "b", [[98.0]]), ("c", "c", [[99.0]])]
+
+
 def test_a_batch_waits_while_there_is_no_room() -> None:
     intake, batches, entered = Intake(torch.device("cpu"), lambda batch: None), iter("ab"), Batches()
     intake.offer(batches, is_full=True, wish=1)
