@@ -169,7 +169,7 @@ def counted_bytes() -> Iterator[Counter[str]]:
                 found["dense_all_reduce" if is_backward else "other"] += 2 * (self.size() - 1) * sums / self.size()
             elif is_counting and given.is_floating_point() and not (name == "all_gather_single" and not is_backward):
                 whole, other = (output, given) if is_backward else (given, output)
-                kept = other.nbytes if name != "all_to_all_single" else _own_bytes(self, whole, rest[not is_backward])
+                kept = other.nbytes if "to" not in name else _own_bytes(self, whole, rest[not is_backward])
                 found["gradients" if is_backward else "embeddings"] += whole.nbytes - kept
             return calls[name](self, output, given, *rest)
 
@@ -182,7 +182,7 @@ def counted_bytes() -> Iterator[Counter[str]]:
         yield found
 
 
-_CALLS = ("all_to_all_single", "reduce_scatter_single", "all_gather_single", "allreduce")
+_CALLS = ("all_to_all_single", "alltoall_base", "reduce_scatter_single", "all_gather_single", "allreduce")
 
 
 def _own_bytes(group: Mirror, whole: Tensor, sizes: Sequence[int]) -> int:
