@@ -18,6 +18,7 @@ TRACES, STAGES_ENDING = "profile", ".stages.json"
 #: Begins the names of stages in a trace.
 PREFIX = "embershard: "
 _is_recorded = False
+_NOT_RECORDED = nullcontext()
 
 
 def stage(name: Stage) -> AbstractContextManager[Any]:
@@ -27,7 +28,7 @@ def stage(name: Stage) -> AbstractContextManager[Any]:
     ...     pass
     """
     if not _is_recorded:
-        return nullcontext()
+        return _NOT_RECORDED
     from torch.profiler import record_function
 
     return record_function(PREFIX + name)

@@ -47,6 +47,7 @@ class ChangeGuard:
 
     def __init__(self, pool: str) -> None:
         self.pool, self.num_changes = pool, 0
+        self._coming = ""  # what the next change is
         self._change: str | None = None
         self._cause: BaseException | None = None
 
@@ -55,23 +56,25 @@ class ChangeGuard:
         """True after a change that did not end."""
         return self._change is not None
 
-    @contextmanager
-    def change(self, what: str) -> Iterator[None]:
-        """Guard the body as one change, described by `what`. Changes do not nest.
+    def change(self, what: str) -> AbstractContextManager[None]:
+        """Guard the body of a `with` as one change, described by `what`. Changes do not nest.
 
         Raises:
             CacheError: an earlier change did not end.
         """
+        self._coming = what
+        return self
+
+    def __enter__(self) -> None:
         self.check()
         self.num_changes += 1
-        self._change = what
-        try:
-            yield
-        except BaseException as error:
-            if self._change is not None and not isinstance(error, GeneratorExit):  # raised when nobody resumes this one
-                self._cause = error
-            raise
-        self._change = None
+        self._change = self._coming
+
+    def __exit__(self, cls: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if cls is None:
+            self._change = None
+        elif self._change is not None and not issubclass(cls, GeneratorExit):  # raised when nobody resumes this one
+            self._cause = error
 
     def settle(self) -> None:
         """Inside `change`: declare the state consistent although an exception is being raised."""

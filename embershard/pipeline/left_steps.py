@@ -126,10 +126,8 @@ class LeftSteps:
 
 def collectives_begun() -> int:
     """Return how many collectives of the default group this rank has begun; 0 for a rank without others."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0
-    group: Any = dist.distributed_c10d._get_default_group()
-    return int(group._get_sequence_number_for_group())
+    group: Any = dist.group.WORLD  # None: not initialised
+    return 0 if group is None or group.size() == 1 else int(group._get_sequence_number_for_group())
 
 
 def _store() -> dist.Store:

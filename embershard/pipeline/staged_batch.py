@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,9 +93,7 @@ class StagedBatch:
 
     def know(self, others: Sequence[StagedBatch] = ()) -> None:
         """Tell the caches when its rows are used, and those of others that train together with it."""
-        with ExitStack() as stack:
-            for staged in (self, *others):
-                stack.enter_context(self._streams.preparing(staged.inputs))
+        with self._streams.preparing(self.inputs, *(staged.inputs for staged in others)):
             for name, part in self.inputs.items():
                 part.know([staged.inputs[name] for staged in others])
 
@@ -340,11 +338,11 @@ class Streams:
             on_device.record_stream(self._distribute)
         return torch.cuda.stream(self._distribute)
 
-    def preparing(self, inputs: dict[str, ModuleInput] | None = None) -> Any:
-        """Return a context for the caches' work; on `inputs`, once they are exchanged."""
+    def preparing(self, *batches: dict[str, ModuleInput]) -> Any:
+        """Return a context for the caches' work; on inputs of `batches`, once they are exchanged."""
         if not self._is_cuda:
             return _ON_A_CPU
-        if inputs is not None:
+        for inputs in batches:
             self._prepare.wait_stream(self._distribute)
             for part in inputs.values():
                 part.record_stream(self._prepare)

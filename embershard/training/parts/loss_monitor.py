@@ -70,7 +70,8 @@ def in_float64(
     """
     wide = None if weights is None else weights.double()
     exact = loss_of(target, outputs.detach().double(), labels.double(), wide)
-    return torch.where(torch.isfinite(loss.detach()), exact, loss.detach().double())
+    loss = loss.detach()
+    return torch.where(torch.isfinite(loss), exact, loss)
 
 
 def label_sums(

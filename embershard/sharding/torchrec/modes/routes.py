@@ -330,7 +330,8 @@ class RoutedExchange:
 
 def _permuted(order: Tensor, lengths: Tensor, ids: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
     """Return lengths [F, B] by an order of the features, and the `num_ids` ids of their bags."""
-    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, ids, None, num_ids)
+    with torch._C._AutoDispatchBelowAutograd():  # whose kernel, for weights, takes as long as the operation
+        lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, ids, None, num_ids)
     return lengths, ids
 
 
