@@ -93,6 +93,12 @@ def _counted() -> Iterator[Counter[tuple[str, str]]]:
 
         return to_each
 
+    def of_group(group: dist.ProcessGroup, got: Tensor, sent: Tensor, of_got: Any, of_sent: Any, *rest: Any) -> Any:
+        """The call of a route; the functions of torch.distributed make another one."""
+        add("alltoall", sent, group, to_all({"input": sent, "input_split_sizes": of_sent}))
+        return call(group, got, sent, of_got, of_sent, *rest)
+
+    call = dist.ProcessGroup.alltoall_base
     calls = {
         "all_to_all_single": ("alltoall", "input", to_all),
         "reduce_scatter": ("reduce_scatter", "output", lambda given: around(given["output"].nbytes)),
@@ -100,5 +106,6 @@ def _counted() -> Iterator[Counter[tuple[str, str]]]:
         "all_gather": ("allgather", "tensor", lambda given: around(given["tensor"].nbytes)),
         "all_gather_into_tensor": ("allgather", "input_tensor", lambda given: around(given["input_tensor"].nbytes)),
     }
-    with mock.patch.multiple(dist, **{name: wrapped(getattr(dist, name), *how) for name, how in calls.items()}):
+    patched = {name: wrapped(getattr(dist, name), *how) for name, how in calls.items()}
+    with mock.patch.multiple(dist, **patched), mock.patch.object(dist.ProcessGroup, "alltoall_base", of_group):
         yield found
