@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from embershard.distributed import process_group
     from embershard.extras.accumulation import accumulating
     from embershard.extras.deal.deal import deal
+    from embershard.extras.groups.model import GroupedModelParallel
     from embershard.extras.verify.program import verify
     from embershard.extras.warm_start.program import load_from
     from embershard.frequency.profile import FrequencyProfile
@@ -44,6 +45,7 @@ __all__ = [
     "CachedEmbeddingBagCollectionSharder",
     "CachedEmbeddingCollectionSharder",
     "FrequencyProfile",
+    "GroupedModelParallel",
     "IdTable",
     "LookAheadPipeline",
     "RunConfig",

@@ -382,6 +382,25 @@ class RowCache:
         return rows
 
     @one_at_a_time
+    def select(self, keys: Tensor) -> list[Tensor]:
+        """Return rows `keys` (int64 [N]) as they are now, weights and then states: [N, ...] each, on the device."""
+        self._moves.check()
+        self._copies.finish()
+        self.host.make(on_host := keys.cpu())
+        rows, slots = [part.to(keys.device) for part in self.host.select(on_host)], self._map.lookup(keys)
+        for part, of_slots in zip(rows, self._payload, strict=True):
+            part[slots > 0] = of_slots.data.index_select(0, slots[slots > 0])
+        return rows
+
+    @one_at_a_time
+    def replace(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        """Give rows `keys` (int64 [N] ascending) the weights and states `rows`, as of `select`, between steps: in the
+        host tier, and in the slots of those that are cached."""
+        self._moves.check()
+        self.parts.changed(keys)
+        self._moves.replace(keys, rows)
+
+    @one_at_a_time
     def flush(self) -> None:
         """Bring the whole host tier up to date: `write_back`, and initial weights for all rows that have none yet."""
         self.write_back()

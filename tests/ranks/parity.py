@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -170,6 +170,26 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     """The sharded model, from seed 7, on this rank. ``make_model``: gives an unsharded model with these tables."""
     torch.manual_seed(7)
     model = (make_model or _Model)(case)
+    sharders = sharders_of(case, cached)
+    plan = plan_of(case, cached, model, sharders, dist.get_world_size())
+    counter_init = None
+    if case.init_seed is not None and case.sequence and not cached:  # no sharder of ours makes these
+        counter_init = CounterInit.of_module(model.embeddings, case.init_seed)
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device(case.device),
+        plan=plan,
+        sharders=sharders,
+    )
+    if counter_init is not None:
+        module = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingCollection))
+        write_initial_weights(module, counter_init)
+    return sharded
+
+
+def sharders_of(case: Case, cached: bool) -> list[Any]:
+    """Of bags and of sequences."""
     fused_params: dict[str, Any] = {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": 0.1, "eps": 1e-6}
     if case.fp16:  # on a GPU its random numbers go by a row's place in the sorted batch: slots have another order
         fused_params["stochastic_rounding"] = False
@@ -190,7 +210,7 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
     )
     codecs = comm_codecs(ShardingConfig(None, *case.comm), torch.device(case.device))  # type: ignore[arg-type]
     if cached:
-        sharders: list[Any] = [
+        return [
             CachedEmbeddingBagCollectionSharder(
                 config,
                 profile,
@@ -203,13 +223,15 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
             ),
             CachedEmbeddingCollectionSharder(config, profile, dict(fused_params), codecs, init_seed=case.init_seed),
         ]
-    else:
-        sharders = [
-            StockEmbeddingBagCollectionSharder(dict(fused_params), codecs, init_seed=case.init_seed),
-            EmbeddingCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
-        ]
-    world_size = dist.get_world_size()
-    plan = plan_sharding(
+    return [
+        StockEmbeddingBagCollectionSharder(dict(fused_params), codecs, init_seed=case.init_seed),
+        EmbeddingCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
+    ]
+
+
+def plan_of(case: Case, cached: bool, model: nn.Module, sharders: list[Any], world_size: int) -> ShardingPlan:
+    """TorchRec's, of so many ranks."""
+    return plan_sharding(
         model,
         sharders,
         world_size=world_size,
@@ -217,20 +239,6 @@ def build(case: Case, cached: bool, make_model: Callable[[Case], nn.Module] | No
         device=case.device,
         constraints=_constraints(case, cached),
     )
-    counter_init = None
-    if case.init_seed is not None and case.sequence and not cached:  # no sharder of ours makes these
-        counter_init = CounterInit.of_module(model.embeddings, case.init_seed)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device(case.device),
-        plan=plan,
-        sharders=sharders,
-    )
-    if counter_init is not None:
-        module = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingCollection))
-        write_initial_weights(module, counter_init)
-    return sharded
 
 
 def hot_rows(case: Case) -> dict[str, Tensor]:

@@ -209,10 +209,26 @@ class FiledRows(Home):
             for part, values in zip(self.parts, rows, strict=True):
                 part.data[places[here]] = values[here]
 
+    def replace(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        """As every home, of ascending keys: in memory where a row has a place, in the file where it has none."""
+        with self._lock:
+            self._wait_all()  # nothing that is being read comes later
+            places = self.places.of(keys)
+            here, away = (places > 0).nonzero().flatten(), (places == 0).nonzero().flatten()
+            for part, values in zip(self.parts, rows, strict=True):
+                part.data[places[here]] = values[here]
+            self._file.write(keys[away], rows, away)
+
     def copier(self, out: Sequence[Tensor]) -> Callable[[Tensor, Tensor], None]:
-        """As every home; the rows are pinned."""
+        """As every home; rows that are not pinned take longer."""
         copy = row_copier(self.parts, out)
-        return lambda keys, to: copy(self.places_of(keys), to)
+
+        def copy_all(keys: Tensor, to: Tensor) -> None:
+            if self.places.are_pinned(keys):
+                return copy(self.places_of(keys), to)
+            return row_copier(self.select(keys), out)(torch.arange(len(keys)), to)
+
+        return copy_all
 
     def transfer(self, kind: TransferKind) -> MakeTransfer:
         """As every home, between slots and the places of rows in memory."""

@@ -157,6 +157,11 @@ class RowPlaces:
         assert bool(is_pinned.all()), "rows that were not pinned"
         self._map.use_stamp[places] = self._last_claim[places] << 32
 
+    def are_pinned(self, keys: Tensor) -> bool:
+        """Return True if the device has all rows `keys` (int64 [M])."""
+        places = self._map.lookup(keys)
+        return bool(((places > 0) & (self._map.use_stamp[places] == _PINNED)).all())
+
     def of(self, keys: Tensor) -> Tensor:
         """Return the places of rows: int64, as `keys`; 0 for none."""
         return self._map.lookup(keys)

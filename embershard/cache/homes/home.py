@@ -139,6 +139,12 @@ class Home:
         """Write all parts of rows [first, first + n), [n, ...] each; slots do not change. Of homes that take blocks."""
         raise NotImplementedError
 
+    def replace(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        """Write all parts [M, ...] of rows `keys` ([M], distinct), which have weights; slots do not change. Override it
+        where the views are not the rows."""
+        for part, values in zip(self.parts, rows, strict=True):
+            part.data.index_copy_(0, keys, values)
+
     def round(self, rows: Tensor, places: Tensor, keys: Tensor) -> None:
         """Round the weights at `places` of [S, D], those of rows `keys` (both [M]). Of homes that round."""
         raise NotImplementedError

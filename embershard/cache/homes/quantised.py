@@ -115,6 +115,11 @@ class QuantisedRows(Home):
     def put(self, keys: Tensor, rows: Tensor) -> None:
         self.small.put(keys, rows)
 
+    def replace(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        self.small.put(keys, rows[0])
+        for state, values in zip(self._states, rows[1:], strict=True):
+            state.data.index_copy_(0, keys, values)
+
     def round(self, rows: Tensor, places: Tensor, keys: Tensor) -> None:
         self.small.round(rows, places, keys)
 

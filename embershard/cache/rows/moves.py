@@ -187,6 +187,16 @@ class RowMoves:
             self._copies.finish()
             self._copies.fill(keys, slots)
 
+    def replace(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        """Write rows to the host tier and to the slots that have them; see `RowCache.replace`."""
+        with self._updates.lock:
+            self._updates.wait_until_idle()
+            self._copies.finish()  # no earlier content lands later
+            self._host.make(on_host := keys.cpu())
+            self._host.before_write(on_host)
+            self._host.replace(on_host, [part.cpu() for part in rows])
+            self.refill(keys)
+
     def fetch_again(self, keys: Tensor | Sequence[range] | None = None) -> None:
         """Fill the slots of host rows that somebody wrote to: `keys` (int64 [K], or ranges), or any if None. Includes
         rows of batches that were prepared and not forwarded.

@@ -26,7 +26,7 @@ from embershard.cache.key_map import ArrayKeyMap, KeyMap, map_kind
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.hot_cold.hot_tables import HotPart, HotTable, HotTables, OutputFeature
 from embershard.frequency.statistics import Ints
-from embershard.sharding.torchrec.compat import as_keyed_jagged
+from embershard.sharding.torchrec.compat import as_keyed_jagged, sharding_group
 from embershard.sharding.torchrec.feature_keys import FeaturePlaces, add_per_feature, feature_lengths
 from embershard.sharding.torchrec.modes.bags import check_weights
 from embershard.sharding.torchrec.modes.mode import Arguments, ShardingInfos, ShardingMode
@@ -158,7 +158,7 @@ class HotColdShardedEmbeddingBagCollection(CachedShardedEmbeddingBagCollection):
         tables = self._hot_table_of(mode.hot_rows)
         names = [name.split("@")[0] for name in self._embedding_names]
         output = [OutputFeature(name, tables[table_of_feature[name]]) for name in names]
-        self._hot = HotTables(output, device, self._env.process_group)
+        self._hot = HotTables(output, device, sharding_group(self._env))
         self._ids = HotIds(list(self._hot.tables.values()), table_of_feature, device)
         pooling = {config.name: config.pooling for config in self._embedding_bag_configs}
         is_mean = [pooling[feature.table.name] == PoolingType.MEAN for feature in output]

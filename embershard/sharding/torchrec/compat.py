@@ -12,6 +12,7 @@ from torch.autograd import profiler
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorBase
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
@@ -31,6 +32,21 @@ def name_work_for_profilers_only() -> None:
 
 def _named_work(name: str, args: str | None = None) -> AbstractContextManager[Any]:
     return profiler.record_function(name, args) if profiler._is_profiler_enabled else nullcontext()
+
+
+class GroupedEnv(ShardingEnv2D):
+    """Sharding over a group of ranks, of which other groups are replicas whose rows somebody averages by key. `rank`
+    and `world_size` are those of the group, and `process_group` is of all ranks."""
+
+
+def sharding_group(env: ShardingEnv) -> Any:
+    """Return the process group over which tables are sharded."""
+    return env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
+
+
+def global_rank(env: ShardingEnv) -> int:
+    """Return this rank's number as a plan's placements and messages have it: among all ranks."""
+    return env.global_rank if isinstance(env, ShardingEnv2D) else env.rank
 
 
 def as_keyed_jagged(features: Any) -> KeyedJaggedTensor:

@@ -26,7 +26,7 @@ from embershard.frequency.profile import FrequencyProfile
 from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Exchange, Shard, empty_group_problem
-from embershard.sharding.torchrec.compat import with_own_columns
+from embershard.sharding.torchrec.compat import GroupedEnv, global_rank, with_own_columns
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
@@ -41,6 +41,7 @@ from embershard.sharding.torchrec.table_arguments import check_home
 
 POOLED_TYPES = [REPLICATED, *POOLED_SHARDINGS]
 SEQUENCE_TYPES = [REPLICATED, *SEQUENCE_SHARDINGS]
+_NO_REPLICAS = "rows have copies on all ranks already, or are of other ids in each group"
 
 
 def has_cache(sharder: object) -> bool:
@@ -138,28 +139,31 @@ class _Cached:
         device: Any,
         **rest: Any,
     ) -> Any:
-        if isinstance(env, ShardingEnv2D):
+        if isinstance(env, ShardingEnv2D) and not isinstance(env, GroupedEnv):
             raise ShardingError(
                 f"{type(self).__name__} under TorchRec's 2D parallelism (DMPCollection): its sync() averages tables by "
-                f"place, and the same slot of two caches has different rows. Take {self._STOCK} for the tables "
-                f"{sorted(params)[:5]}, or DistributedModelParallel over all ranks"
+                "place, and the same slot of two caches has different rows. Take embershard.GroupedModelParallel, "
+                f"which averages the rows that were trained, or {self._STOCK} for the tables {sorted(params)[:5]}"
             )
         device_type = torch.device(device or "cpu").type
         modes = tuple(mode for mode in self._modes if env.world_size > 1 or not mode.needs_ranks)
         check_groups(module, params, device_type, modes)
         for mode in modes:
             mode.check_module(module, device)
+            if isinstance(env, GroupedEnv) and not mode.uses_caches_alone:
+                raise ConfigError(f"{mode} with groups of ranks: {_NO_REPLICAS}. Leave one of the two out")
         self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
         spec = CacheSpec.make(
             self._cache,
             self._profile,
             params,
-            env.rank,
+            global_rank(env),
             self._plan,
             device_type,
             init,
             modes,
+            env.rank,
         )
         sharded = new_sharded_module(
             cls,

@@ -52,7 +52,7 @@ class CacheSpec:
         config: the user's settings.
         policy: rule by which the caches choose their rows.
         profile: row counts per table, or None. The sharder holds them: they are needed until its module is built.
-        rank: the rank that the module is sharded for.
+        rank: the rank that the module is sharded for, among all.
         rank_weights: elements of all cached tables' shards on this rank, to divide `device_bytes` by.
         device_type: of the slots.
         planned_slots: slots of each pool of this rank, by the names of its tables; None: `config` decides.
@@ -83,8 +83,11 @@ class CacheSpec:
         device_type: str = "cpu",
         counter_init: CounterInit | None = None,
         modes: tuple[ShardingMode, ...] = (),
+        rank_of_plan: int | None = None,
     ) -> CacheSpec:
-        """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one."""
+        """Return the spec of a module whose tables are placed by `params`, which obey `plan` if there is one: of this
+        many ranks as shard the tables, among which this one is `rank_of_plan`; None: as `rank`."""
+        number = rank if rank_of_plan is None else rank_of_plan
         cached = [p for p in params.values() if p.compute_kernel == CACHED_KERNEL]
         shards = [shard for p in cached if p.sharding_spec for shard in p.sharding_spec.shards]
         has_all = any(mode.has_whole_tables for mode in modes)
@@ -96,7 +99,7 @@ class CacheSpec:
             rank=rank,
             rank_weights=sum(rows * cols for rows, cols in here),
             device_type=device_type,
-            planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == rank},
+            planned_slots=None if plan is None else {p.tables: p.slots for p in plan.pools if p.rank == number},
             counter_init=counter_init,
             modes=modes,
         )

@@ -18,8 +18,9 @@ PRIVATE = re.compile(
     r"|embedding_sharding|grouped_position_weighted|composable\..*|key_value_embedding.*)"
 )
 PLUG = Path("embershard", "sharding", "torchrec")
-#: Extras that plug in there: modes, and what holds lookups.
-PLUGGED = tuple(Path("embershard", "extras", name) for name in ("accumulation.py", "data_parallel", "hot_cold"))
+#: Extras that plug in there: modes, what holds lookups, what averages tables.
+_NAMES = ("accumulation.py", "data_parallel", "groups", "hot_cold")
+PLUGGED = tuple(Path("embershard", "extras", name) for name in _NAMES)
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:

@@ -20,6 +20,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from embershard.cache.ids.config import ID_TENSORS, Buckets, IdTable
 from embershard.cache.ids.id_map import IdMap
 from embershard.errors import CheckpointError
+from embershard.sharding.torchrec.compat import sharding_group
 from embershard.sharding.torchrec.ids.id_tables import maps_of
 from embershard.sharding.torchrec.modules import pools_of_module
 
@@ -34,7 +35,7 @@ class IdStates:
 
     def __init__(self, module: Any, tables: Mapping[str, tuple[IdTable, Buckets]]) -> None:
         self._holder, self._tables, self._pools = module.holder, tables, pools_of_module(module)
-        self._plan, self._group = module.module_sharding_plan, module._env.process_group
+        self._plan, self._group = module.module_sharding_plan, sharding_group(module._env)
 
     @property
     def _maps(self) -> dict[str, IdMap]:

@@ -42,7 +42,8 @@ class ShardingMode:
         needs_ranks: it has no effect on one rank, and is left out there.
         splits_bags: a sample's ids of a feature are looked up in several parts.
         types: TorchRec's sharding types that it can do; None: all.
-        uses_caches_alone: it reads and writes rows through caches alone, so host rows may be fp16 or int8.
+        uses_caches_alone: it reads and writes rows through caches alone, so host rows may be fp16 or int8, and
+            groups of ranks be replicas.
         has_whole_tables: each rank caches rows of the whole tables, and writes those of its shard; else it has its
             shard alone.
     """

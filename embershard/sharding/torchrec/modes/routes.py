@@ -28,6 +28,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from embershard.distributed.traffic import counted_by_hand
+from embershard.sharding.torchrec.compat import sharding_group
 from embershard.sharding.torchrec.embeddings import CachedTableBatchedEmbeddings
 from embershard.sharding.torchrec.feature_keys import FeatureIds, FeaturePlaces
 from embershard.sharding.torchrec.inspection import narrowed, pools_with_features
@@ -133,8 +134,9 @@ class Route:
     def __init__(self, module: Any) -> None:
         shardings = module._embedding_shardings
         self.module = module
-        self.group = module._env.process_group  # its methods: `torch.distributed`'s functions take 12 us more, each
+        self.group = sharding_group(module._env)  # its methods: `torch.distributed`'s functions take 12 us more, each
         self.rank, self.world_size = module._env.rank, module._env.world_size
+        self._told_by = torch.distributed.get_process_group_ranks(self.group)
         self.kernels = [kernel.emb_module for lookup in module._lookups for kernel in lookup._emb_modules]
         self._num_features = [n for lookup in module._lookups for n in lookup._feature_splits]  # of each kernel
         by_rank = [[f for s in shardings for f in s.feature_names_per_rank()[r]] for r in range(self.world_size)]
@@ -186,9 +188,9 @@ class Route:
         return [features.stride(), *map(counts.__getitem__, places)]
 
     def start(self, features: KeyedJaggedTensor, told: Told) -> RoutedExchange | None:
-        """Return the exchange of a batch of which the ranks have told these numbers, [W, num_told]; None: it goes
-        TorchRec's way."""
-        sizes = told.astype(np.int64)
+        """Return the exchange of a batch of which all ranks, those of other groups too, have told these numbers,
+        [ranks, num_told]; None: it goes TorchRec's way."""
+        sizes = told[self._told_by].astype(np.int64)
         samples = sizes[:, 0].tolist()
         is_even = samples[0] > 0 and samples.count(samples[0]) == len(samples)
         return RoutedExchange(self, features, sizes) if is_even else None

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -189,3 +191,47 @@ def test_rows_of_a_checkpoint_are_put_back(make: Any, tmp_path: Path) -> None:
         for rows, part in zip(home.views.tensors, before, strict=True):
             rows.data[10:30] = part
     assert_same(home.select(torch.arange(10, 30))[: len(before)], before)
+
+
+def replaced(training: Training) -> Tensor:
+    """Give every third row other contents, whether it is in a slot or not; `rows` are what the home makes of them."""
+    cache, home = training.cache, training.home
+    keys = torch.arange(1, NUM_ROWS, 3)
+    rows = [part + torch.rand(part.shape) for part in cache.select(keys)]
+    cache.replace(keys, rows)
+    if home.rounds:
+        home.round(rows[0], torch.arange(len(keys)), keys)
+    for part, values in zip(training.rows, rows, strict=True):
+        part[keys] = values
+    return keys
+
+
+@every_home
+def test_rows_that_are_replaced_are_so_in_slots_and_home(make: Any, tmp_path: Path) -> None:
+    training = Training(make(tmp_path))
+    for _ in range(4):
+        training.steps(5)
+        keys = replaced(training)
+        slots = training.cache.state.map.lookup(keys)
+        assert 0 < int((slots > 0).sum()) < len(keys)  # both kinds of rows
+        assert_same(
+            [part[slots[slots > 0]] for part in training.slots], [part[keys[slots > 0]] for part in training.rows]
+        )
+        assert_same(training.cache.select(torch.arange(NUM_ROWS)), training.rows)
+    training.steps(10)  # which compares each row that comes to a slot
+    assert_same(training.written_back().select(torch.arange(NUM_ROWS)), training.rows)
+
+
+@every_home
+@pytest.mark.parametrize("is_told", [True, False])
+def test_rows_that_are_replaced_stay_in_frozen_ones(make: Any, tmp_path: Path, is_told: bool) -> None:
+    """Control: where the home is not told before it is written to, who reads frozen rows gets a mix."""
+    training = Training(make(tmp_path))
+    training.steps(5)
+    frozen, expected = training.written_back().freeze(), [part.clone() for part in training.rows]
+    with nullcontext() if is_told else mock.patch.object(type(training.home), "before_write"):
+        replaced(training)
+    weights = training.home.views.tensors[0]
+    found = torch.cat([frozen.read(weights[first : first + 20]).clone() for first in range(0, NUM_ROWS, 20)])
+    frozen.close()
+    assert torch.equal(found, expected[0]) == is_told
