@@ -20,6 +20,8 @@ MLPERF_LOG = "mlperf.log"
 TARGET_AUC = 0.75
 
 _FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "fp16", "fp64": "fp64"}
+#: Of what ranks send, from the fewest bits on.
+_SENT_FORMATS = {"int8": "int8", "fp8": "fp8", "fp16": "fp16", "bf16": "bfloat16", "fp32": "fp32"}
 #: What the benchmark's rules call these optimizers.
 _OPTIMIZERS = {"adam": "Adam", "rowwise_adagrad": "RowWiseAdagrad"}
 
@@ -96,7 +98,7 @@ class MlperfTracker:
             "max_sequence_length": settings["model.hstu.max_events"],  # most events of a history
             "lowest_numerical_precision_in_linear": number,
             "lowest_numerical_precision_in_attn": number,  # products; scores and sums stay float32
-            "lowest_numerical_precision_in_comm": next((_FORMATS[kind] for kind in sent if kind != "fp32"), "fp32"),
+            "lowest_numerical_precision_in_comm": next(_SENT_FORMATS[kind] for kind in _SENT_FORMATS if kind in sent),
             **dict.fromkeys([f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")], 1),
             "config_filename": "config.toml",
             "opt_name": _OPTIMIZERS.get(dense, dense),
