@@ -125,6 +125,7 @@ CAPABILITIES = {
     "deal": Capability(("extras.deal",), ("dealt", "deals", "/deal", "_deal", "deal_")),
     "dense_graph": Capability(("extras.dense_graph",), ("recorded_calls", "cuda_graph", "host_thread")),
     "groups": Capability(("extras.groups",), ("test_groups", "grouped_", "in_groups")),
+    "wire_types": Capability(("extras.wire_types",), ("wire_types", "int8-", "-int8", "fp8")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
     "hstu_fbgemm": Capability(("extras.hstu_fbgemm",), ("hstu_fbgemm",)),
     "length_groups": Capability(("extras.length_groups",), ("length_groups",), carries=("hstu", "networks")),

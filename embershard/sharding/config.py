@@ -14,10 +14,10 @@ from embershard.sharding.pins import TablePin
 if TYPE_CHECKING:
     from embershard.sharding.sizes import ModeMemory
 
-CommDtype = Literal["fp32", "fp16", "bf16"]
+CommDtype = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]
 Mode = Literal["sharded", "hot_cold", "data_parallel"]
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class ShardingConfig:
 
     forward_dtype: OfTraining[CommDtype] = "fp32"
     """Type of pooled embeddings between ranks. "fp16" and "bf16" halve the bytes and round: training then differs from
-    that in fp32, alike with and without a cache. "bf16" on GPUs only."""
+    that in fp32, alike with and without a cache. "bf16" on GPUs only. "int8" and "fp8" send a byte for each number, and
+    four for each embedding of a sample and feature, its scale."""
 
     backward_dtype: OfTraining[CommDtype] = "fp32"
     """The same for their gradients."""
@@ -115,7 +116,7 @@ class ShardingConfig:
 
     @property
     def number_bytes(self) -> tuple[int, int]:
-        """Bytes of an embedding's number between ranks, and of its gradient's."""
+        """Bytes of an embedding's number between ranks, and of its gradient's; 1: each row has a scale, too."""
         return _BYTES[self.forward_dtype], _BYTES[self.backward_dtype]
 
 

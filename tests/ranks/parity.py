@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -33,7 +33,7 @@ from embershard import (
     plan_sharding,
 )
 from embershard.sharding.config import ShardingConfig
-from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder
+from embershard.sharding.torchrec import StockEmbeddingBagCollectionSharder, StockEmbeddingCollectionSharder
 from embershard.sharding.torchrec.counter_init import CounterInit
 from embershard.sharding.torchrec.inspection import write_initial_weights
 from embershard.sharding.torchrec.sharders import comm_codecs
@@ -225,7 +225,7 @@ def sharders_of(case: Case, cached: bool) -> list[Any]:
         ]
     return [
         StockEmbeddingBagCollectionSharder(dict(fused_params), codecs, init_seed=case.init_seed),
-        EmbeddingCollectionSharder(fused_params=dict(fused_params), qcomm_codecs_registry=codecs),
+        StockEmbeddingCollectionSharder(dict(fused_params), codecs),
     ]
 
 

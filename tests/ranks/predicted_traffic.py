@@ -29,7 +29,7 @@ from embershard.planning.cost.topology import load_topology
 from embershard.planning.predict import predict
 from embershard.planning.verify.compare import PROMISED_SENT_BYTES, SENT_KINDS, Pair
 from embershard.planning.workload import Layout, Workload
-from embershard.sharding.config import ExchangeChoice, ShardingConfig
+from embershard.sharding.config import CommDtype, ExchangeChoice, ShardingConfig
 from embershard.sharding.memory_model import planned_slots
 from embershard.sharding.plan import Plan, TablePlacement, pools_of
 from embershard.sharding.torchrec.inspection import cached_embeddings
@@ -50,7 +50,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 class Case:
     """A run to predict. ``scale`` is that of the data's row counts, ``num_samples`` are those of an epoch. Tables of at
     most ``replicate_rows`` have a copy on every rank. A step has ``accumulate`` pieces; caches have a slot for one of
-    ``rows_per_slot`` rows. Tables have ``dim`` columns, in blocks of ``columns`` where these differ."""
+    ``rows_per_slot`` rows. Tables have ``dim`` columns, in blocks of ``columns`` where these differ. ``comm``: types of
+    embeddings and gradients between ranks."""
 
     sharding: str = "row_wise"
     exchange: ExchangeChoice = "rows"
@@ -63,6 +64,7 @@ class Case:
     rows_per_slot: int = 2
     dim: int = planned.DIM
     columns: tuple[int, ...] = ()
+    comm: tuple[CommDtype, CommDtype] = ("fp32", "fp32")
 
     @property
     def data(self) -> DataConfig:
@@ -72,7 +74,8 @@ class Case:
 
     def config(self, plan: Path | None = None) -> RunConfig:
         """The settings of the run; to be planned for without a plan."""
-        sharding = ShardingConfig(plan=str(plan)) if plan else ShardingConfig(exchange=self.exchange)
+        place: Any = {"plan": str(plan)} if plan else {"exchange": self.exchange}
+        sharding = ShardingConfig(forward_dtype=self.comm[0], backward_dtype=self.comm[1], **place)
         train = TrainConfig(batch_size=self.batch_size, max_steps=STEPS, device="cpu", accumulate=self.accumulate)
         parts = {"data": self.data, "train": train, "sharding": sharding, "model": small_model(self.dim)}
         return planned.make_config(None, **parts)

@@ -22,6 +22,8 @@ _L2_SPEEDUP = 3.0
 #: To sort ids of 8 bytes with places of 4: made and read (20), a histogram (8), four passes of 8 bits that read and
 #: write them (96; Adinets and Merrill 2022, "Onesweep", which CUB has), and runs of equal ones found (20).
 _SORTED_ID_BYTES = 144
+#: Of a row whose numbers travel as one byte each.
+_SCALE_BYTES = 4
 #: Three numbers tell another rank how many lengths, ids and samples come.
 _SIZES_BYTES = 3 * 8
 #: Of one group of tables in a step: sizes, lengths and ids of the batch ahead; embeddings; their gradients.
@@ -123,7 +125,7 @@ def exchanged_bytes(
         rank_share: share of the table's lookups that this shard's rows get: 1 where it has all rows.
         distinct_ids: of the table in a rank's batch, those of its `pieces` added up, where distinct rows are exchanged;
             None: pooled embeddings are.
-        number_bytes: of one number of an embedding, and of its gradient.
+        number_bytes: of one number of an embedding, and of its gradient; 1: beside a scale for each row.
         vectors_per_sample: embeddings of a sequence that travel for a sample, of which this shard sends those of its
             rows; None: a pooled one travels for each feature.
         num_features: that share the table, B lengths of bags each.
@@ -133,21 +135,20 @@ def exchanged_bytes(
     """
     kind = sharding_type(sharding)
     if kind.rows_over == "copies" or world_size == 1:
-        return Exchanged.of(0.0, 0.0, number_bytes, 0.0, 0.0)
+        return Exchanged.of(0.0, 0.0, columns, number_bytes, (0.0, 0.0, 0.0))
     local = min(ranks_per_node or world_size, world_size)
     away = (world_size - local) / (world_size - 1)  # of what each rank gets as much of
     if distinct_ids is not None:
         rows = (world_size - 1) * distinct_ids * rank_share
         ids = rows * _ID_BYTES + (world_size - 1) * _LENGTH_BYTES * pieces
-        return Exchanged.of(ids, rows * columns, number_bytes, away, away)
+        return Exchanged.of(ids, rows, columns, number_bytes, (away, away, away))
     others = (world_size - 1) * batch_size
     ids = others * (ids_per_sample * rank_share * _ID_BYTES + num_features * _LENGTH_BYTES)
     vectors = num_features if vectors_per_sample is None else vectors_per_sample * rank_share
-    of_vectors = away
-    if vectors_per_sample is None and kind.rows_over != "one":
-        to_nodes = (world_size / local - 1) / (world_size - 1)
-        of_vectors = to_nodes if kind.rows_over == "node" else (world_size > local) / local
-    return Exchanged.of(ids, others * columns * vectors, number_bytes, away, of_vectors)
+    of_sums = {"node": (world_size / local - 1) / (world_size - 1), "all": (world_size > local) / local}
+    backward = of_sums.get(kind.rows_over, away) if vectors_per_sample is None else away
+    forward = away if 1 in number_bytes and kind.rows_over == "all" else backward  # no reduce-scatter adds bytes up
+    return Exchanged.of(ids, others * vectors, columns, number_bytes, (away, forward, backward))
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Exchanged:
       floats, and receives as many gradients; (W-L) of the (W-1) ranks are on other nodes;
     * rows over all ranks (row-wise): each rank receives its share of the ids, and lengths, as above. Partial sums are
       reduced and scattered around a ring of all ranks, (W-1) B D floats each, and gradients gathered on it: what enters
-      a node goes through one of its L ranks in turn, (W-1) B D / L each;
+      a node goes through one of its L ranks in turn, (W-1) B D / L each. Sums in bytes go from rank to rank instead;
     * rows over a node's L ranks (table-row-wise, grid): ids as above. W B D (L-1)/L floats stay within the node, in
       such a ring, and (W/L - 1) B D go from node to node, which is (W-1) B D;
     * distinct rows: with U distinct ids in a rank's batch, the shard's share of (W-1) U ids and of as many rows of D
@@ -173,14 +174,13 @@ class Exchanged:
 
     @classmethod
     def of(
-        cls, id_bytes: float, num_numbers: float, number_bytes: tuple[float, float], ids_away: float, away: float
+        cls, ids: float, vectors: float, columns: int, number_bytes: tuple[float, float], away: tuple[float, ...]
     ) -> Exchanged:
-        """Of ids and numbers of embeddings; `ids_away`, `away`: shares of them that go to other nodes."""
-        forward, backward = (num_numbers * each for each in number_bytes)
-        return cls(
-            SentBytes(id_bytes * (1 - ids_away), forward * (1 - away), backward * (1 - away)),
-            SentBytes(id_bytes * ids_away, forward * away, backward * away),
-        )
+        """Of bytes of ids, and of embeddings; `away`: shares of ids, embeddings and gradients that leave the node."""
+        of_all = (ids, *(vectors * columns * each + vectors * _SCALE_BYTES * (each == 1) for each in number_bytes))
+        shares = list(zip(of_all, away, strict=True))
+        here, there = ((each * (1 - share) for each, share in shares), (each * share for each, share in shares))
+        return cls(SentBytes(*here), SentBytes(*there))
 
     @property
     def in_all(self) -> SentBytes:

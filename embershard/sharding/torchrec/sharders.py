@@ -23,6 +23,7 @@ from embershard.cache.config import CacheConfig
 from embershard.cache.ids.config import IdTable
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency.profile import FrequencyProfile
+from embershard.lazy_names import named
 from embershard.sharding.config import ShardingConfig, check_no_size
 from embershard.sharding.plan import Plan
 from embershard.sharding.shards import Exchange, Shard, empty_group_problem
@@ -175,6 +176,8 @@ class _Cached:
             qcomm_codecs_registry=self.qcomm_codecs_registry,  # type: ignore[attr-defined]
             **rest,
         )
+        if isinstance(self.qcomm_codecs_registry, ModuleCodecs):  # type: ignore[attr-defined]
+            self.qcomm_codecs_registry.put_into(sharded)  # type: ignore[attr-defined]
         if init is not None:
             write_initial_weights(sharded, init)
         return sharded
@@ -368,6 +371,8 @@ class _FromSeed:
         """
         check_groups(module, params, torch.device(device or "cpu").type)
         sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(self.qcomm_codecs_registry, ModuleCodecs):  # type: ignore[attr-defined]
+            self.qcomm_codecs_registry.put_into(sharded)  # type: ignore[attr-defined]
         before = sharded._register_load_state_dict_pre_hook(with_own_columns, with_module=True)
         sharded._load_state_dict_pre_hooks.move_to_end(before.id, last=False)
         if self._init_seed is not None:
@@ -450,6 +455,14 @@ def check_groups(
         )
 
 
+class ModuleCodecs(dict[str, Any]):
+    """A `qcomm_codecs_registry` whose codecs depend on the tables; our sharders put them into a module's exchanges."""
+
+    def put_into(self, sharded: Any) -> None:
+        """Let the exchanges of a sharded module use them."""
+        raise NotImplementedError
+
+
 def comm_codecs(config: ShardingConfig, device: torch.device) -> Any:
     """Return a sharder's `qcomm_codecs_registry`; None where everything travels as fp32.
 
@@ -459,7 +472,10 @@ def comm_codecs(config: ShardingConfig, device: torch.device) -> Any:
     for name in ("forward_dtype", "backward_dtype"):
         if device.type == "cpu" and getattr(config, name) == "bf16":  # TorchRec would fall back to fp16
             raise ConfigError(
-                f'sharding.{name}: got "bf16", which gloo does not send; on the CPU use "fp16" or "fp32".'
+                f'sharding.{name}: got "bf16", which gloo does not send: TorchRec would round to fp16. On the CPU use '
+                '"fp16", "fp32", "int8" or "fp8".'
             )
+    if {config.forward_dtype, config.backward_dtype} & {"int8", "fp8"}:
+        return named("embershard.extras.wire_types:WireTypes")(config.forward_dtype, config.backward_dtype)
     precisions = QCommsConfig(CommType(config.forward_dtype), CommType(config.backward_dtype))
     return get_qcomm_codecs_registry(precisions, device=device)

@@ -47,8 +47,8 @@ def test_bf16_is_for_gpus(name):
 
 @pytest.mark.parametrize("name", ["forward_dtype", "backward_dtype"])
 def test_an_unknown_type_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError, match=f"sharding.{name}: got 'int8', needed one of fp32, fp16, bf16"):
-        ShardingConfig(**{name: "int8"})
+    with pytest.raises(ConfigError, match=f"sharding.{name}: got 'mx4', needed one of fp32, fp16, bf16, int8, fp8"):
+        ShardingConfig(**{name: "mx4"})
 
 
 def test_plans_count_the_bytes_that_are_sent():
@@ -60,3 +60,27 @@ def test_plans_count_the_bytes_that_are_sent():
         )
         assert half.gradients == whole.gradients / 2
         assert (half.ids, half.embeddings) == (whole.ids, whole.embeddings)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_plans_count_a_byte_a_number_and_a_scale_a_row(kind):
+    numbers = ShardingConfig(forward_dtype=kind).number_bytes
+    for columns in (8, 32):
+        common = {"batch_size": 10, "ids_per_sample": 2, "columns": columns, "world_size": 4}
+        for sharding in ("table_wise", "row_wise", "table_row_wise"):
+            found = work.exchanged_bytes(sharding, **common, number_bytes=numbers).in_all
+            assert found.embeddings == pytest.approx(3 * 10 * (columns + 4))
+            assert found.gradients == pytest.approx(3 * 10 * columns * 4)
+
+
+def test_row_wise_sums_in_bytes_go_between_nodes_rank_by_rank():
+    """On a ring what enters a node goes through one of its ranks; all-to-all, to each rank by itself."""
+    common = {"batch_size": 10, "ids_per_sample": 2, "columns": 12, "world_size": 16, "ranks_per_node": 8}
+    ring = work.exchanged_bytes("row_wise", **common)
+    encoded = work.exchanged_bytes("row_wise", **common, number_bytes=(1, 1))
+    assert ring.to_nodes.embeddings == 15 * 10 * 48 / 8
+    assert encoded.to_nodes.embeddings == pytest.approx(8 * 10 * 16)
+    assert encoded.to_nodes.gradients == pytest.approx(15 * 10 * 16 / 8)
+    for sharding in ("table_wise", "table_row_wise"):
+        ring, encoded = (work.exchanged_bytes(sharding, **common, number_bytes=each) for each in ((4, 4), (1, 1)))
+        assert encoded.to_nodes.embeddings == pytest.approx(ring.to_nodes.embeddings / 3)

@@ -18,8 +18,8 @@ PRIVATE = re.compile(
     r"|embedding_sharding|grouped_position_weighted|composable\..*|key_value_embedding.*)"
 )
 PLUG = Path("embershard", "sharding", "torchrec")
-#: Extras that plug in there: modes, what holds lookups, what averages tables.
-_NAMES = ("accumulation.py", "data_parallel", "groups", "hot_cold")
+#: Extras that plug in there: modes, what holds lookups, what averages tables, what exchanges rows.
+_NAMES = ("accumulation.py", "data_parallel", "groups", "hot_cold", "wire_types")
 PLUGGED = tuple(Path("embershard", "extras", name) for name in _NAMES)
 
 

@@ -1,0 +1,180 @@
+"""Embeddings that travel as bytes: bit for bit what one process makes of them that encodes and decodes by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from embershard.distributed.sent_bytes import SentBytes
+from tests.covering import matrix
+from tests.ranks import look_ahead, node_traffic, predicted_traffic, routes, rows_exchange, wire_types
+from tests.ranks.look_ahead import Run
+from tests.ranks.parity import Case, compare
+from tests.ranks.predicted_traffic import plan_of
+from tests.ranks.wire_types import Reference, WireCase
+from tests.ranks.workers import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.extra]
+
+MIXED = ("table_wise", "row_wise", "column_wise", "table_row_wise")
+CASE = WireCase(rows=(2000, 900, 3000, 700), comm=("int8", "fp8"), steps=14, init_seed=3, ratio=0.3)
+
+
+def check(pool: RankPool, case: WireCase) -> list[Any]:
+    """Train on the ranks, and compare with one process; what the ranks saw."""
+    trained = pool.run(wire_types.train, case)
+    assert Reference(case, trained).differences(trained) == []
+    assert sum(each.evictions for each in trained) > 500
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("sharding", "comm", "optimizer"),
+    [
+        pytest.param(MIXED, ("int8", "fp8"), "rowwise_adagrad", marks=pytest.mark.smoke),
+        ("table_wise", ("int8", "int8"), "adagrad"),
+        ("column_wise", ("fp8", "fp16"), "rowwise_adagrad"),
+        ("row_wise", ("fp8", "fp8"), "rowwise_adagrad"),
+        ("row_wise", ("fp32", "int8"), "sgd"),
+    ],
+)
+def test_bits_are_those_of_one_process_on_two_ranks(two_ranks: RankPool, sharding, comm, optimizer) -> None:
+    check(two_ranks, dataclasses.replace(CASE, sharding=sharding, comm=comm, optimizer=optimizer, shared=True))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "comm"),
+    [(MIXED, ("int8", "int8")), ("row_wise", ("int8", "fp8")), ("grid_shard", ("fp8", "int8"))],
+)
+def test_bits_are_those_of_one_process_on_two_nodes(four_ranks: RankPool, sharding, comm) -> None:
+    case = dataclasses.replace(CASE, sharding=sharding, comm=comm, local_world_size=2, batch_size=8, steps=20)
+    trained = check(four_ranks, case)
+    for fault in ("scale of another row", "added in another order", "not divided"):
+        if sharding == "row_wise" or fault != "added in another order":
+            assert Reference(case, trained, fault).differences(trained), fault
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("uneven", [5, -16])
+def test_ranks_with_other_numbers_of_samples(two_ranks: RankPool, sharding: str, uneven: int) -> None:
+    """Gloo gathers no gradients of row-wise tables then; bytes go by an all-to-all. The second rank may have none."""
+    check(two_ranks, dataclasses.replace(CASE, sharding=sharding, uneven=uneven, steps=25 if uneven > 0 else 90))
+
+
+@pytest.mark.parametrize("exchange", ["pooled", "rows"])
+def test_features_of_other_widths_have_a_scale_each(two_ranks: RankPool, exchange: str) -> None:
+    case = dataclasses.replace(CASE, dims=(16, 8, 32, 4), shared=True)
+    if exchange == "pooled":
+        check(two_ranks, case)
+    else:
+        trained = two_ranks.run(wire_types.train, dataclasses.replace(case, exchange="rows", sharding="column_wise"))
+        assert sum(each.evictions for each in trained) > 300
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sharding="grid_shard", comm=("int8", "fp8"), steps=14),
+        Case(sequence=True, comm=("int8", "fp8"), steps=14, ratio=0.3),
+        Case(sequence=True, sharding="row_wise", comm=("fp8", "int8"), steps=14, ratio=0.3),
+        Case(sharding="row_wise", comm=("int8", "int8"), steps=14, mean=True, ratio=0.3),
+        Case(sharding="column_wise", comm=("int8", "int8"), steps=14, weighted=True, ratio=0.3, evaluate_every=4),
+    ],
+    ids=["grid", "sequences", "sequences by rows", "means", "weighted, evaluated"],
+)
+def test_with_a_cache_as_without(two_ranks: RankPool, case: Case) -> None:
+    """Both sharders send bytes; and it is not what fp32 gives."""
+    outcomes = [outcome["lfu"] for outcome in two_ranks.run(compare, case)]
+    assert [outcome.different for outcome in outcomes] == [[], []]
+    assert sum(stats.evictions for outcome in outcomes for stats in outcome.stats) > 300
+    whole = dataclasses.replace(case, comm=("fp32", "fp32"))
+    assert two_ranks.run(wire_types.losses_of, case) != two_ranks.run(wire_types.losses_of, whole)
+
+
+def test_rows_known_ahead_have_the_same_bits_and_no_route(two_ranks: RankPool) -> None:
+    case = look_ahead.Case(comm=("int8", "fp8"))
+    found = two_ranks.run(routes.compare, case, Run(8, 2))
+    assert [outcome.different for outcome, _ in found] == [[], []]
+    assert all(ways == {"TorchRecExchange": case.steps} for _, ways in found)
+
+
+BATCH, DIM, TABLES = 16, 16, 4
+
+
+@pytest.mark.parametrize(
+    ("comm", "widths"), [(("int8", "fp8"), (DIM + 4, DIM + 4)), (("fp16", "int8"), (2 * DIM, DIM + 4))]
+)
+def test_bytes_of_pooled_embeddings(two_ranks: RankPool, comm, widths) -> None:
+    """Table-wise: those of one's two tables, and gradients of the other's; row-wise: of all four."""
+    for sharding, features in (("table_wise", TABLES // 2), ("row_wise", TABLES)):
+        case = WireCase(rows=(600,) * TABLES, sharding=sharding, comm=comm, steps=1)
+        for trained in two_ranks.run(wire_types.train, case):
+            rows = features * BATCH
+            assert trained.sent.embeddings == rows * widths[0]
+            assert trained.sent.gradients == rows * widths[1]
+
+
+def test_bytes_of_distinct_rows(two_ranks: RankPool) -> None:
+    """A row and its gradient take a byte a number and four for the scale; ids are as many as ever."""
+    eight = two_ranks.run(rows_exchange.sent_in_a_step, rows_exchange.Case(comm=("int8", "fp8")))
+    for (sent, _), (whole, _) in zip(
+        eight, two_ranks.run(rows_exchange.sent_in_a_step, rows_exchange.Case()), strict=True
+    ):
+        assert sent.embeddings == whole.embeddings / (4 * DIM) * (DIM + 4)
+        assert sent.gradients == whole.gradients / (4 * DIM) * (DIM + 4)
+        assert sent.ids == whole.ids
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        predicted_traffic.Case("row_wise", "pooled", comm=("int8", "fp8")),
+        matrix(predicted_traffic.Case("column_wise", "pooled", comm=("fp8", "fp8"))),
+        predicted_traffic.Case("table_wise", "rows", comm=("fp16", "int8")),
+    ],
+    ids=str,
+)
+def test_counted_bytes_are_the_predicted_ones(two_ranks: RankPool, case: predicted_traffic.Case) -> None:
+    """Of a whole run; a plan for fp32 predicts something else."""
+    _, pairs = predicted_traffic.compared(two_ranks, case, 2)
+    assert predicted_traffic.is_close(pairs), pairs
+    whole = plan_of(dataclasses.replace(case, comm=("fp32", "fp32")), 2)
+    wrong = predicted_traffic.sent_as_predicted(whole)
+    measured = pairs["embeddings"].measured
+    assert measured
+    assert wrong["embeddings"] > 1.5 * measured
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_row_wise"])
+def test_bytes_within_nodes_and_between_them_are_the_predicted_ones(four_ranks: RankPool, tmp_path, sharding) -> None:
+    """Row-wise sums go to the samples' ranks one by one: between nodes more than on a ring."""
+    case = predicted_traffic.Case(sharding, "pooled", comm=("int8", "int8"))
+    plan = plan_of(case, 4, ranks_per_node=2)
+    plan.save(tmp_path / "plan.json")
+    of_ranks = four_ranks.run(node_traffic.train, case, tmp_path / "plan.json")
+    predicted = node_traffic.as_predicted(plan)
+    counted = {key: sum(of_rank[key] for of_rank in of_ranks) / len(of_ranks) for key in predicted}
+    assert counted == pytest.approx(predicted, rel=0.02)
+    assert (predicted["embeddings", "between"] > predicted["gradients", "between"]) == (sharding == "row_wise")
+
+
+def test_one_rank_rounds_nothing(one_rank: RankPool) -> None:
+    (trained,) = one_rank.run(wire_types.train, CASE)
+    (whole,) = one_rank.run(wire_types.train, dataclasses.replace(CASE, comm=("fp32", "fp32")))
+    assert trained.sent == whole.sent == SentBytes()
+    assert wire_types.differences(trained.final, whole.final) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        ("features of other batch sizes", "whose features differ in their number of samples, with an 8-bit type"),
+        ("TorchRec's own sharder", "qcomm_codecs_registry of TorchRec's own sharder, which cannot send 8-bit rows"),
+        ("data_parallel", "which are exchanged by RowsOutput"),
+    ],
+)
+def test_what_cannot_travel_as_bytes_is_refused_on_every_rank(two_ranks: RankPool, problem: str, words: str) -> None:
+    for message in two_ranks.run(wire_types.message_of, problem):
+        assert words in message
