@@ -187,8 +187,8 @@ def planned_ranks(config: RunConfig, nproc: int | None, *, is_started: bool = Tr
         raise ConfigError(
             f"the plan is for {plan.world_size} ranks on one node; say --nproc {plan.world_size} if you mean it."
         )
-    num_ranks = nproc or plan.world_size
+    num_ranks = nproc or plan.world_size * config.sharding.groups
     if is_started:
-        plan.check_ranks(num_ranks, num_ranks)  # all of them on this machine
+        plan.check_ranks(*config.sharding.group_shape(num_ranks, num_ranks))  # all of them on this machine
         config.sharding.device_limits(num_ranks)
     return num_ranks

@@ -53,6 +53,17 @@ class ShardingConfig:
     """Device memory of each rank for hot rows and their optimizer states, in bytes. "hot_cold" needs it; other modes
     refuse it."""
 
+    groups: OfTraining[int] = 1
+    """Groups of ranks that are replicas of each other: tables are sharded over the ranks of a group, and groups average
+    the rows that they trained (docs/groups.md). 1: all ranks shard the tables together."""
+
+    sync_every: OfTraining[int] = 1
+    """Steps between averages of the groups' rows. Saves and evaluations wait for one."""
+
+    moment_scale: OfTraining[float | None] = None
+    """With groups, a factor on the sums of squares by whose root Adagrad divides: from 1 / groups to 1, as gradients of
+    a group are means over fewer samples. Of "adagrad" and "rowwise_adagrad"."""
+
     pin: Free[dict[str, TablePin]] = field(default_factory=dict, hash=False)
     """What you decide of single tables' places, by table; for planning, which decides the rest. `[sharding.pin.t_C3]`
     with `type`, `ranks`, `kernel` ("cached", or whole on the "device") or `slots` of each cache that has rows of it."""
@@ -82,9 +93,19 @@ class ShardingConfig:
                 )
         if self.hot_bytes is not None and self.hot_bytes < 1:
             raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
+        if (self.groups, self.sync_every, self.moment_scale) != (1, 1, None):
+            named("embershard.extras.groups.settings:check_sharding")(self)
         limits = self.device_bytes if isinstance(self.device_bytes, tuple) else (self.device_bytes or 1,)
         if self.device_bytes == 0 or not limits or min(limits) < 1:
             raise ConfigError(f"sharding.device_bytes: got {self.device_bytes}, needed 1 or more, of all or of each.")
+
+    def group_shape(self, world_size: int, ranks_per_node: int) -> tuple[int, int]:
+        """Return the ranks that shard the tables together, and how many of them are on a node.
+
+        >>> ShardingConfig(groups=2).group_shape(8, 8), ShardingConfig(groups=2).group_shape(32, 8)
+        ((4, 4), (16, 8))
+        """
+        return (size := max(1, world_size // self.groups)), min(size, ranks_per_node)
 
     def device_limits(self, world_size: int) -> tuple[int, ...]:
         """Return the device memory that each rank may use, [ranks]; empty: it is not limited.

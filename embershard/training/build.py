@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from embershard.data.order.stream import SampleReader
 from embershard.distributed import Ranks
 from embershard.errors import ConfigError, ShardingError
 from embershard.frequency import FrequencyProfile
+from embershard.lazy_names import named
 from embershard.models import build_model
 from embershard.models.table_modules import collections_of, tables_in
 from embershard.pipeline.pipelined_forward import sharded_modules
@@ -42,7 +44,7 @@ from embershard.sharding.torchrec import (
 )
 from embershard.sharding.torchrec.planner.placement import check_built, torchrec_plan
 from embershard.sharding.torchrec.planner.torchrec_planner import whole_where_even
-from embershard.sharding.torchrec.sharders import comm_codecs
+from embershard.sharding.torchrec.sharders import comm_codecs, has_cache
 from embershard.training.config import RunConfig
 from embershard.training.fit.id_rules import id_rules
 from embershard.training.fit.model_size import named_tables, table_rows, tables_of_run
@@ -87,7 +89,7 @@ def find_plan(config: RunConfig, ranks: Ranks) -> Plan | None:
         return None
     plan = ranks.from_first(lambda: Plan.load(path))  # read once: files may differ between machines
     for ranks_per_node in sorted(set(ranks.all_gather_objects(ranks.local_world_size))):
-        plan.check_ranks(ranks.world_size, ranks_per_node)
+        plan.check_ranks(*config.sharding.group_shape(ranks.world_size, ranks_per_node))
     placed = {table.table: table for table in plan.tables}
     for name, pin in config.sharding.pin.items():
         problem = pin.problem(placed[name]) if name in placed else "the plan has no such table"
@@ -128,9 +130,10 @@ def build_sharded_model(
         ShardingError: no plan fits, or the given one is for another model.
     """
     torch.manual_seed(config.train.seed)
+    num_sharding, per_node = config.sharding.group_shape(ranks.world_size, ranks.local_world_size)
     model = build_model(config.model, schema, ranks.device)
     if config.train.precision == "fp64":
-        compute_in_float64(model, ranks.world_size)
+        compute_in_float64(model, num_sharding)
     _attach_optimizer(model, config, ranks.device)
     sharders = _sharders(config, plan, profile, ranks.device, sharder_options)
 
@@ -140,8 +143,8 @@ def build_sharded_model(
         return plan_sharding(
             model,
             sharders,
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
+            world_size=num_sharding,
+            local_world_size=per_node,
             device=ranks.device,
             constraints=_preferred(config, model, ranks),
             batch_size=config.train.rank_batch_size(ranks.world_size),
@@ -150,32 +153,39 @@ def build_sharded_model(
     placed = ranks.from_first(place)  # once: ranks with different plans would wait for each other for ever
     # TorchRec's own weights: the shards of a table must not start as copies of each other.
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    sharded = DistributedModelParallel(model, env=env, device=ranks.device, plan=placed, sharders=sharders)
-    for sharder in sharders:
-        if isinstance(sharder, CachedEmbeddingBagCollectionSharder | CachedEmbeddingCollectionSharder):
-            sharder.drop_profile()
+    sharded = _maker(config)(model, device=ranks.device, plan=placed, sharders=sharders)
+    for sharder in filter(has_cache, sharders):
+        sharder.drop_profile()  # type: ignore[attr-defined]
     if plan is not None:
-        ranks.together(lambda: check_built(sharded, plan, ranks.rank, cached=config.cache.enabled), ShardingError)
+        rank, cached = ranks.rank % num_sharding, config.cache.enabled
+        ranks.together(lambda: check_built(sharded, plan, rank, cached=cached), ShardingError)
     return sharded
+
+
+def _maker(config: RunConfig) -> Callable[..., DistributedModelParallel]:
+    if config.sharding.groups == 1:
+        return partial(DistributedModelParallel, env=ShardingEnv.from_process_group(dist.group.WORLD))
+    grouped = named("embershard.extras.groups.model:GroupedModelParallel")
+    return partial(grouped, groups=config.sharding.groups, sync_every=config.sharding.sync_every)
 
 
 def _preferred(config: RunConfig, model: nn.Module, ranks: Ranks) -> dict[str, ParameterConstraints]:
     """Return what placements a run without a plan prefers: on CPU ranks of one machine, those that
     `embershard plan` chooses there."""
     is_plain = config.sharding.mode == "sharded" and config.sharding.exchange == "pooled"
-    if not is_plain or ranks.device.type != "cpu" or not 1 < ranks.world_size == ranks.local_world_size:
+    num_sharding, per_node = config.sharding.group_shape(ranks.world_size, ranks.local_world_size)
+    if not is_plain or ranks.device.type != "cpu" or not 1 < num_sharding == per_node:
         return {}
     tables = list(tables_in(model))
     if not all(table.pooling for table in tables) or len({table.module for table in tables}) > 1:
         return {}  # caches of several modules would be as uneven as their tables' rows
     columns = {table.name: table.dim * len(table.features) for table in tables}
-    return whole_where_even(columns, ranks.world_size)
+    return whole_where_even(columns, num_sharding)
 
 
 def _attach_optimizer(model: Any, config: RunConfig, device: torch.device) -> None:
     for _, collection in collections_of(model):
-        config.embedding_optimizer.apply(collection, device)
+        config.row_optimizer.apply(collection, device)
     _freeze_tables(model, config)
 
 

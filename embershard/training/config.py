@@ -17,6 +17,7 @@ from embershard.data.order.segments import READ_AHEAD
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.errors import ConfigError
 from embershard.frequency.config import ProfileConfig
+from embershard.lazy_names import named
 from embershard.metrics.config import MetricsConfig
 from embershard.metrics.figures import Judge
 from embershard.models import ModelConfig
@@ -457,6 +458,15 @@ class RunConfig:
     def lookahead(self) -> int:
         """Batches known ahead of the one in training; 0 without a cache."""
         return self.look_ahead.lookahead if self.cache.enabled else 0
+
+    @property
+    def row_optimizer(self) -> EmbeddingOptimizerConfig:
+        """The optimizer of the rows, by whose numbers FBGEMM's kernels do what `sharding.moment_scale` asks for."""
+        given, scale = self.embedding_optimizer, self.sharding.moment_scale
+        found: EmbeddingOptimizerConfig = given
+        if scale is not None:
+            found = named("embershard.extras.groups.settings:scaled")(given, scale)
+        return found
 
     def predicted_from(self, device: str | None, world_size: int) -> dict[str, Any]:
         """Return the settings that a plan's prediction for these ranks depends on besides the data, by name."""

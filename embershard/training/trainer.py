@@ -98,7 +98,7 @@ class Trainer(Training):
             check_disk_for_run(config, self.plan, checkpoints, self.total_steps, ranks, of_parts)
         options = self.of_parts(lambda part: part.sharder_options)
         self.model = build_sharded_model(config, self.plan, profile, self.source.schema, ranks, options)
-        self.optimizers = Optimizers(self.model, config.embedding_optimizer, config.dense_optimizer, config.schedule)
+        self.optimizers = Optimizers(self.model, config.row_optimizer, config.dense_optimizer, config.schedule)
         trained = self.optimizers.dense_parameters.values()
         self.dense_call = DenseCall(self.model, config, trained, self.losses.exact)
         identity = self.of_parts(lambda part: part.identity)
@@ -122,7 +122,7 @@ class Trainer(Training):
                     self._evaluations.note(report)
                     yield report
             except Exception as error:
-                if error is self.input_failure.error and self.checkpoints and self.steps > first:
+                if error is self.input_failure.error and self.checkpoints and self.steps > first and self.is_settled:
                     yield from self._saves.at_failure()
                 raise
 
@@ -153,7 +153,7 @@ class Trainer(Training):
 
     @property
     def _goes_on(self) -> bool:
-        return not self.is_over and not self.supervision.must_stop
+        return not self.is_over and not (self.supervision.must_stop and self.is_settled)
 
     def step(self, batch: Batch | MicroBatches) -> SkippedBatchReport | None:
         """Train one step, on the rank's batch on its device, whole or in micro-batches; or skip the batch, as

@@ -26,7 +26,7 @@ _USES = {
     "device_tables": "tables without a cache",
     "replicated": "replicated tables",
     "hot_rows": "copies of hot rows",
-    "marks": "marks of rows that changed (publish, checkpoint.full_every)",
+    "marks": "marks of rows that changed (publish, checkpoint.full_every, sharding.groups)",
     "compared": "copies of tables without a cache (publish)",
     "dense": "dense layers",
     "activations": "activations",

@@ -128,8 +128,8 @@ def memory_needs(config: RunConfig, rows: Mapping[str, int], ranks: RanksHere, p
         slots = _slots(config, cacheable, shape) if plan is None else planned_slots(plan.pools, by_pool(cacheable))
         arriving = [_arriving(shard, lookups[shard.table.table], shape) for shard in cacheable]
         memory = rank_memory(model, cacheable, slots, shape, arriving, per_sample)
-        readers = (config.publish.folder is not None) + (config.checkpoint.full_every > 1)  # of which rows changed
-        marks = readers * sum(shard.rows for shard in cacheable if shard.kernel == "cached")
+        readers = config.publish.folder is not None, config.checkpoint.full_every > 1, config.sharding.groups > 1
+        marks = sum(readers) * sum(shard.rows for shard in cacheable if shard.kernel == "cached")
         device.append(Counter({**memory.device, "marks": marks}))
         if config.publish.folder is not None:
             device[-1]["publication"] = _PUBLICATION_BYTES if ranks.device == "cuda" else 0
@@ -163,7 +163,7 @@ def _predicted(config: RunConfig, ranks: RanksHere, plan: Plan | None) -> list[C
         return []
     if plan.other_settings(config.predicted_from(ranks.device, ranks.world_size)):
         return []
-    here = plan.prediction.ranks[ranks.first : ranks.first + ranks.ranks_per_node]
+    here = (plan.prediction.ranks * config.sharding.groups)[ranks.first : ranks.first + ranks.ranks_per_node]
     return [Counter(rank.device_bytes) for rank in here]
 
 
@@ -171,8 +171,7 @@ def _shape(config: RunConfig, ranks: RanksHere) -> RunShape:
     depths, cache = config.look_ahead, config.cache if config.cache.enabled else CacheConfig()
     policy = cache.policy_for(config.cache.enabled and config.has_profile)  # a disabled one's is not asked for
     return RunShape(
-        ranks.world_size,
-        ranks.ranks_per_node,
+        *config.sharding.group_shape(ranks.world_size, ranks.ranks_per_node),
         config.train.rank_batch_size(ranks.world_size),
         ranks.device,
         ReplaySettings(policy, _known(config), depths.prefetch),
@@ -192,7 +191,7 @@ def _shards(config: RunConfig, model: ModelSize, shape: RunShape, plan: Plan | N
     if not config.cache.enabled:  # cached tables are built whole on the device
         tables = [table.without_cache for table in tables]
     layout = plan or shape
-    return by_rank(place_shards(model, tables, layout), layout.world_size)
+    return by_rank(place_shards(model, tables, layout), layout.world_size) * config.sharding.groups
 
 
 def _cut_evenly(model: ModelSize, shape: RunShape) -> list[TablePlacement]:

@@ -26,7 +26,7 @@ def parts_of(
 ) -> list[Part]:
     """Return the parts of a run; those that not every run has are imported where its settings ask for them.
 
-    * a warm start before all that counts on the rows and the steps that it sets;
+    * a warm start, and then groups' averages, before all that counts on the rows and the steps that they set;
     * losses before saves: no checkpoint has what a loss that is not finite trained;
     * the average before all that uses it;
     * publications before what may take long;
@@ -39,6 +39,8 @@ def parts_of(
     parts: list[Part] = []
     if start is not None or config.model.pretrained:
         parts.append(named("embershard.extras.warm_start.part:WarmStarted")(run, start))
+    if config.sharding.groups > 1:
+        parts.append(named("embershard.extras.groups.part:RowAverages")(run))
     parts += [losses, metrics]
     if config.train.ema is not None:
         from embershard.training.parts.average import AveragedWeights

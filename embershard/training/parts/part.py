@@ -116,6 +116,11 @@ class Training(ABC):
         return self.is_last or bool(self.stop_reason)
 
     @property
+    def is_settled(self) -> bool:
+        """True behind steps that may be saved and evaluated: see `Part.is_settled`."""
+        return all(part.is_settled for part in self.parts)
+
+    @property
     def is_report_due(self) -> bool:
         """True if a line of progress follows this step."""
         return self.is_last or self.steps % self.config.train.log_every == 0
@@ -166,12 +171,14 @@ class Part:
     Attributes:
         sharder_options: for the sharder of the tables, set by `before_build`.
         stream_options: for the stream of training batches, set by `before_build`.
+        is_settled: what was trained so far is the same on all ranks that have it; else a save or an evaluation waits.
         identity: settings that are compared on a resume, beside those of the config; set by `before_build`.
     """
 
     sharder_options: Mapping[str, Any] = {}
     stream_options: Mapping[str, Any] = {}
     identity: Mapping[str, Any] = {}
+    is_settled = True
 
     def __init__(self, run: Training) -> None:
         self.run = run
