@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class MlperfTracker:
             "max_sequence_length": settings["model.hstu.max_events"],  # most events of a history
             "lowest_numerical_precision_in_linear": number,
             "lowest_numerical_precision_in_attn": number,  # products; scores and sums stay float32
-            "lowest_numerical_precision_in_comm": next(_SENT_FORMATS[kind] for kind in _SENT_FORMATS if kind in sent),
+            "lowest_numerical_precision_in_comm": lowest_format(sent),
             **dict.fromkeys([f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")], 1),
             "config_filename": "config.toml",
             "opt_name": _OPTIMIZERS.get(dense, dense),
@@ -150,3 +150,12 @@ def _keys(path: Path) -> set[str]:
     if whole != text:
         path.write_text(whole)
     return {json.loads(line.removeprefix(":::MLLOG "))["key"] for line in whole.splitlines()}
+
+
+def lowest_format(kinds: Collection[str]) -> str:
+    """Return MLPerf's name of the type with the fewest bits.
+
+    >>> lowest_format(["fp16", "fp8"]), lowest_format(["fp32", "bf16"]), lowest_format(["fp32", "fp32"])
+    ('fp8', 'bfloat16', 'fp32')
+    """
+    return next(name for kind, name in _SENT_FORMATS.items() if kind in kinds)
