@@ -203,10 +203,11 @@ class _Exchanged(Awaitable[Tensor]):
         super().__init__()
         self.exchange, self.sizes, self.dtype = exchange, sizes, rows.dtype
         self.sent: _UnderWay | None = None
-        self._begun = _Begin.apply(self, rows)
+        self._begun: Tensor | None = _Begin.apply(self, rows)
 
     def _wait_impl(self) -> Tensor:
-        return _End.apply(self, self._begun)  # type: ignore[no-any-return]
+        begun, self._begun = self._begun, None  # whose graph has this object: else both stay
+        return _End.apply(self, begun)  # type: ignore[no-any-return]
 
     def take(self) -> Tensor:
         """Wait for what came; once."""
