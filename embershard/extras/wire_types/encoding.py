@@ -94,6 +94,7 @@ class ScaledType(WireType):
     def __init__(self, dtype: torch.dtype, largest: float) -> None:
         self._dtype, self._largest = dtype, largest
         self._least_scale = torch.finfo(torch.float32).tiny
+        self._values = torch.arange(256, dtype=torch.uint8).view(dtype).float()  # of each byte
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of so many columns."""
@@ -115,7 +116,11 @@ class ScaledType(WireType):
         """Return what was encoded, as float32 [N, D]."""
         numbers, scales = sent.split([sent.shape[1] - SCALE_BYTES, SCALE_BYTES], dim=1)
         scales = scales.clone(memory_format=torch.contiguous_format)  # aligned, as `view` needs it
-        return numbers.view(self._dtype).float() * scales.view(torch.float32)
+        if numbers.is_cpu and self._dtype.is_floating_point:  # torch casts them in 5 ms a million, a look-up takes 1
+            values = self._values.index_select(0, numbers.reshape(-1).int()).view(numbers.shape)
+        else:
+            values = numbers.view(self._dtype).float()
+        return values * scales.view(torch.float32)
 
 
 WIRE_TYPES: dict[str, WireType] = {
