@@ -100,6 +100,12 @@ def test_two_groups_of_one_rank_train_what_stock_trains(
     check(two_ranks.run(groups.compare, settings(sharding, optimizer, lookahead), 2, every, lookahead), 500)
 
 
+def test_wire_types_within_groups_train_what_stock_trains(four_ranks: RankPool):
+    """Both sides send rows in 8 bits inside of a group; averages are of whole rows."""
+    case = settings("row_wise", "rowwise_adagrad", 8, comm=("int8", "fp8"))
+    check(four_ranks.run(groups.compare, case, 2, 3, 8), 1000)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "every", "lookahead"),
     [("rowwise_adagrad", 1, 0), *(matrix(optimizer, 3, 8) for optimizer in OPTIMIZERS)],

@@ -167,6 +167,22 @@ def test_one_rank_rounds_nothing(one_rank: RankPool) -> None:
     assert wire_types.differences(trained.final, whole.final) == []
 
 
+def test_nothing_is_left_of_a_batch(two_ranks: RankPool) -> None:
+    assert two_ranks.run(wire_types.exchanges_left, dataclasses.replace(CASE, sharding=MIXED, steps=5)) == [0, 0]
+
+
+def test_the_benchmark_trains_each_type_and_notes_errors_of_fp32(two_ranks: RankPool) -> None:
+    types = ["fp32", "fp16", "int8", "fp8, gradients at random"]
+    found, _ = two_ranks.run(wire_types.benchmarked, types)
+    whole, half, int8, fp8 = (found["types"][kind]["runs"][0] for kind in types)
+    assert whole["embeddings_bytes"] == 2 * half["embeddings_bytes"] == 2 * int8["embeddings_bytes"], "4 columns"
+    assert int8["gradients_bytes"] == fp8["gradients_bytes"] < whole["gradients_bytes"]
+    assert found["errors"]["auc"] == whole["auc"]
+    for kind in ("embeddings", "gradients"):
+        errors = [found["errors"][kind][each]["mean_relative"] for each in ("fp16", "int8", "fp8")]
+        assert 0 < errors[0] < errors[1] < errors[2] < 0.1
+
+
 @pytest.mark.parametrize(
     ("problem", "words"),
     [

@@ -6,6 +6,8 @@ A model whose gradients of pooled embeddings are given: nothing of it depends on
 from __future__ import annotations
 
 import dataclasses
+import gc
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,15 +22,21 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.wire_types import measure
 from embershard import cache_stats, plan_sharding
+from embershard.data import DataConfig, SyntheticConfig
 from embershard.distributed.sent_bytes import SentBytes
 from embershard.distributed.traffic import count_sent_bytes, sent_bytes
 from embershard.errors import EmbershardError
 from embershard.extras.wire_types import WireTypes
+from embershard.extras.wire_types.encoding import WIRE_TYPES
 from embershard.pipeline.pipelined_forward import sharded_modules
+from embershard.training.config import TrainConfig
+from tests.ranks import planned
 from tests.ranks.parity import OPTIMIZERS, Case, LinearModel, batches, build, differences, losses_of, snapshot
+from tests.small_runs import small_run
 
-__all__ = ["Reference", "WireCase", "differences", "losses_of", "message_of", "train"]
+__all__ = ["Reference", "WireCase", "benchmarked", "differences", "exchanges_left", "losses_of", "message_of", "train"]
 
 #: What a reference does wrong.
 Fault = Literal["", "scale of another row", "added in another order", "not divided"]
@@ -218,6 +226,30 @@ class Reference:
                 if not any(v.shape == state.shape and torch.equal(v, state) for v in of_shard):
                     found.append(f"state of {table} {at}")
         return found
+
+
+def exchanges_left(case: WireCase) -> int:
+    """How many batches' exchanges are left of a training, without a search for garbage."""
+    model = build(case, True, KeptRows)
+    gc.collect()
+    gc.disable()
+    try:
+        for features, coefficients in steps(case, dist.get_rank()):
+            model(features, coefficients).backward()
+        del features, coefficients
+        return sum(type(each).__name__ == "_Exchanged" for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def benchmarked(types: list[str]) -> dict[str, Any]:
+    """What the benchmark finds in a small run, of one seed."""
+    data = DataConfig(synthetic=SyntheticConfig(num_samples=3000, scale=0.0001), num_workers=0, eval_fraction=0.2)
+    config = small_run(data=data, train=TrainConfig(batch_size=64, device="cpu", eval_every=100))
+    before = dict(WIRE_TYPES)
+    found = measure(config, planned.here(), Namespace(types=types, seeds=1))
+    assert before == WIRE_TYPES
+    return found
 
 
 def message_of(problem: str) -> str:
