@@ -3,8 +3,9 @@ for: without it, the same comparison fails."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from embershard import IdTable
+from embershard import IdTable, flush, load_program, save_program
 from embershard.cache.rows.moves import RowMoves
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.groups import row_sync
@@ -25,11 +27,13 @@ from tests.covering import matrix
 from tests.ranks import groups
 from tests.ranks.groups import Outcome, group_case
 from tests.ranks.workers import RankPool
+from tests.unit.distributed.test_blocks import stock_loaded
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.extra]
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
+FURTHER = ("table_column_wise", "table_row_wise", "grid_shard")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,13 @@ def test_two_groups_of_two_ranks_train_what_stock_trains(
 ):
     case = settings(sharding, optimizer, lookahead)
     check(four_ranks.run(groups.compare, case, 2, every, lookahead, worker), 1000)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("sharding", FURTHER)
+def test_every_sharding_type_trains_what_stock_trains(four_ranks: RankPool, sharding: str):
+    case = group_case(sharding=sharding, dims=(16,) * 4, policy="lookahead")
+    check(four_ranks.run(groups.compare, case, 2, 3, 8), 1000)
 
 
 @pytest.mark.matrix
@@ -273,14 +284,12 @@ def test_three_equal_copies_of_an_untouched_row_must_not_be_averaged(three_ranks
 
 def pools_of_budget() -> tuple[list[int], list[str]]:
     """Slots and messages' names of pools whose size is a number of bytes."""
-    from dataclasses import replace
-
     from embershard import CacheConfig
 
     with mock.patch.object(
         groups.parity, "CacheConfig", lambda **given: CacheConfig(**{**given, "ratio": None, "device_bytes": 60_000})
     ):
-        model = groups.build_ours(replace(group_case(), policy="lru"), 2, 1)
+        model = groups.build_ours(dataclasses.replace(group_case(), policy="lru"), 2, 1)
     return [pool.cache.num_slots for pool in cached_embeddings(model)], [
         pool.cache.name for pool in cached_embeddings(model)
     ]
@@ -399,8 +408,36 @@ def ranks_of_routes() -> list[int]:
     return sorted(found)
 
 
+COLLECTIVES = ("all_to_all_single", "all_to_all", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base")
+
+
+def ranks_of_torchrec(sharding: str) -> list[int]:
+    """Ranks among which TorchRec sends ids, embeddings and gradients."""
+    found: set[int] = set()
+    case = group_case(sharding=sharding, steps=3, dims=(16,) * 4)
+
+    def watched(operation: Any) -> Any:
+        def call(*given: Any, group: Any = None, **more: Any) -> Any:
+            found.update(dist.get_process_group_ranks(group))
+            return operation(*given, group=group, **more)
+
+        return call
+
+    model = groups.build_ours(case, 2, 10)
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, watched(getattr(dist, name))))
+        groups.train_ours(model, case)
+    return sorted(found)
+
+
 def test_ids_and_embeddings_stay_inside_of_a_group(four_ranks: RankPool):
     assert four_ranks.run(ranks_of_routes) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", *map(matrix, ("table_wise", "column_wise", "grid_shard"))])
+def test_torchrec_sends_inside_of_a_group(four_ranks: RankPool, sharding: str):
+    assert four_ranks.run(ranks_of_torchrec, sharding) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def after_an_interrupt() -> list[str]:
@@ -416,6 +453,51 @@ def after_an_interrupt() -> list[str]:
 def test_an_average_that_does_not_end_is_not_forgotten(two_ranks: RankPool):
     for messages in two_ranks.run(after_an_interrupt):
         assert all("rows of the groups may differ" in message for message in messages), messages
+
+
+def save_and_load(folder: Path, num_groups: int) -> tuple[str, list[str], list[str], int]:
+    """A save between averages; parts of another model, in other groups or none, that are not what was saved; what
+    differs after three steps more in groups that went on and in those that were loaded; rows that the latter
+    averaged."""
+    case = group_case(policy="lookahead", steps=6)
+    model = groups.build_ours(case, 2, 3)
+    groups.train_ours(model, dataclasses.replace(case, steps=2), 8)
+    refused = groups.look_ahead.message_of(lambda: save_program(folder, 2, model, model.fused_optimizer))
+    model = groups.build_ours(case, 2, 3)
+    groups.train_ours(model, case, 8)
+    save_program(folder, 6, model, model.fused_optimizer)
+    whole = stock_loaded(folder / "step_6")
+    other: Any = groups.build_ours(case, num_groups, 3)
+    load_program(folder, other, other.fused_optimizer)
+    wrong = []
+    for name, parts in shards(other).items():
+        for (row, column), part in parts:
+            saved = whole[f"model.{name}"][row : row + len(part), column : column + part.shape[1]]
+            wrong += [] if torch.equal(saved, part) else [name]
+    other.begin_behind(6)
+    for each in (model, other) if num_groups == 2 else ():
+        groups.train_ours(each, dataclasses.replace(case, steps=3))
+    later = groups.differences(groups.snapshot(model), groups.snapshot(other)) if num_groups == 2 else []
+    return refused, wrong, later, other.sync_counts.rows
+
+
+def shards(model: Any) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
+    """This rank's parts of the tables, with their first rows and columns."""
+    flush(model)
+    return {
+        name: [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
+        for name, value in model.state_dict().items()
+        if isinstance(value, ShardedTensor)
+    }
+
+
+@pytest.mark.parametrize("num_groups", [2, matrix(1), matrix(4)])
+def test_a_program_saves_rows_once_and_any_groups_load_them(four_ranks: RankPool, tmp_path: Path, num_groups: int):
+    for refused, wrong, later, averaged in four_ranks.run(save_and_load, tmp_path, num_groups):
+        assert "rows of the groups differ since their last average" in refused
+        assert wrong == []
+        assert later == []
+        assert (0 < averaged < 2000) == (num_groups == 2)
 
 
 def test_ranks_that_cannot_be_divided_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +17,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from embershard import cache_stats, flush
 from embershard.cache import CacheConfig
+from embershard.cache.rows.moves import RowMoves
 from embershard.distributed import CheckpointConfig, complete_checkpoints
+from embershard.extras.groups import row_sync
 from embershard.extras.groups.model import GroupedModelParallel
 from embershard.extras.groups.part import RowAverages
+from embershard.extras.verify.equivalence import compare_with_stock
 from embershard.pipeline.config import LookAheadConfig
 from embershard.sharding.config import ShardingConfig
 from embershard.training.config import RunConfig, TrainConfig
@@ -100,6 +104,20 @@ def test_a_run_trains_what_it_trains_without_a_cache(four_ranks: RankPool, tmp_p
         assert ours.losses == plain.losses
     assert sum(each.evictions for each in cached) > 500
     assert len(cached[0].losses) == 10
+
+
+def accumulated(config: RunConfig, folder: Path) -> Trained:
+    return train(dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2)), folder)
+
+
+def test_micro_batches_train_rows_together(two_ranks: RankPool, tmp_path: Path):
+    """Sums are rounded in another order than those of whole batches."""
+    cached = two_ranks.run(accumulated, config_of(), tmp_path / "cached")
+    plain = two_ranks.run(accumulated, without_a_cache(config_of()), tmp_path / "plain")
+    whole = two_ranks.run(train, config_of(), tmp_path / "whole")
+    for ours, theirs, at_once in zip(cached, plain, whole, strict=True):
+        assert groups.differences(ours.weights, theirs.weights) == []
+        assert ours.losses == pytest.approx(at_once.losses, rel=1e-5)
 
 
 def test_replicas_are_not_one_group(two_ranks: RankPool, tmp_path: Path):
@@ -216,3 +234,45 @@ def test_ranks_that_cannot_be_divided_are_refused_before_anything_is_built(two_r
 
 def message_of_three_groups(folder: Path) -> str:
     return groups.look_ahead.message_of(lambda: train(config_of(3), folder))
+
+
+def interrupted(config: RunConfig, folder: Path) -> tuple[Trained, list[str]]:
+    """A run whose third average ends early, and then one that goes on from its newest checkpoint."""
+    names = []
+    average, count = row_sync.mean_over, 0
+
+    def fail_late(parts: Any, group: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return average(parts, group)
+
+    with mock.patch.object(row_sync, "mean_over", fail_late), pytest.raises(KeyboardInterrupt):
+        train(config, folder)
+    names = [path.name for path in complete_checkpoints(folder)]
+    dist.barrier()
+    return train(config, folder, folder / names[-1]), names
+
+
+def test_an_average_that_was_interrupted_costs_the_steps_behind_the_last_save(two_ranks: RankPool, tmp_path: Path):
+    config = config_of(steps=12, checkpoint=CheckpointConfig(every_steps=3, keep_last=9, asynchronous=False))
+    whole = two_ranks.run(train, config, tmp_path / "whole")
+    for (rest, names), expected in zip(two_ranks.run(interrupted, config, tmp_path / "cut"), whole, strict=True):
+        assert names == ["step_3", "step_6"]
+        assert groups.differences(rest.weights, expected.weights) == []
+
+
+def verdict(config: RunConfig, is_broken: bool) -> tuple[bool, int]:
+    """Of `embershard verify`: are cached tables equal to stock ones, and how often did pins matter."""
+    broken = mock.patch.object(RowMoves, "refill") if is_broken else nullcontext()
+    with groups.envs_are_kept(), broken:
+        found = compare_with_stock(config, here(), 7)
+    return found.is_equal, found.num_tensors
+
+
+@pytest.mark.parametrize("is_broken", [False, matrix(True)])
+def test_verify_compares_groups_with_stock(two_ranks: RankPool, is_broken: bool):
+    for is_equal, num_tensors in two_ranks.run(verdict, config_of(), is_broken):
+        assert is_equal == (not is_broken)
+        assert num_tensors > 26

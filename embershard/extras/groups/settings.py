@@ -47,8 +47,6 @@ def check_run(config: RunConfig) -> None:
     problems = {
         'tables that take any id (the mapping "ids" or "text_ids"): which row an id has follows from the batches of a '
         "group, so replicas' rows would be of other ids": config.data.has_ids,
-        f"train.accumulate = {config.train.accumulate}: micro-batches with groups were not compared with "
-        "anything yet": config.train.accumulate > 1,
         f"publish.folder = {config.publish.folder!r}: publications with groups were not compared with anything "
         "yet": config.publish.folder is not None,
         f"checkpoint.full_every = {config.checkpoint.full_every}: checkpoints of what changed, by one of several "

@@ -96,7 +96,12 @@ class _Runs(Comparison):
         config = replace(self._config, cache=replace(self._config.cache, enabled=False, **own_types))
         config = replace(config, train=replace(config.train, cuda_graph=False))
         shapes = {table.name: (table.num_rows, table.dim, table.dtype) for table in tables_of_run(config)}
-        tables = placements_of(cached.model.plan, shapes, table_groups(self._config))
+        num_sharding, _ = config.sharding.group_shape(self._ranks.world_size, 1)
+        first = self._ranks.rank - self._ranks.rank % num_sharding  # of this rank's group
+        tables = tuple(
+            replace(table, ranks=tuple(rank - first for rank in table.ranks))
+            for table in placements_of(cached.model.plan, shapes, table_groups(self._config))
+        )
         if self._stock is None or self._stock[0] != (steps, tables):
             self._stock = None  # frees its memory
             stock = Trainer(self._placed(config, cached, tables), self._ranks)
@@ -118,10 +123,11 @@ class _Runs(Comparison):
         if config.sharding.plan is not None:
             return config
         ranks = self._ranks
-        pools = ranks.all_gather_objects(built_pools(cached.model, ranks.rank))
+        num_sharding, per_node = config.sharding.group_shape(ranks.world_size, ranks.local_world_size)
+        pools = ranks.all_gather_objects(built_pools(cached.model, ranks.rank))[:num_sharding]  # of the first group
         plan = Plan(
-            world_size=ranks.world_size,
-            ranks_per_node=ranks.local_world_size,
+            world_size=num_sharding,
+            ranks_per_node=per_node,
             batch_size=config.train.rank_batch_size(ranks.world_size),
             device="cuda" if ranks.device.type == "cuda" else "cpu",
             device_memory_bytes=None,
@@ -143,6 +149,11 @@ def _check(config: RunConfig, ranks: Ranks) -> None:
         raise ConfigError(
             f"model.frozen: got {list(config.model.frozen)}, needed none: stock TorchRec trains every table. Compare "
             "with `--set model.frozen=[]`."
+        )
+    if config.sharding.groups > 1 and config.cache.rounds_rows:
+        raise ConfigError(
+            f"sharding.groups = {config.sharding.groups} with rows that are rounded in host memory, also behind each "
+            'average, which stock TorchRec does not. Compare with cache.host_dtype = "fp32".'
         )
     if config.sharding.mode != "sharded":
         raise ConfigError(
@@ -175,6 +186,8 @@ def _train(trainer: Trainer, steps: int, rounding: TableRounding | None = None) 
             if rounding is not None:
                 given = [batch] if isinstance(batch, Batch) else list(batch.taken)
                 rounding.after_step([each.sparse_features for each in given])
+        if trainer.config.sharding.groups > 1:
+            trainer.model.end_step()
         yield trainer.losses.monitor.mean()
 
 

@@ -68,7 +68,8 @@ def save_program(
         keep_last: complete checkpoints to keep in the folder, this one included.
 
     Raises:
-        ConfigError: rows are small, or the optimizer has no states of tables whose rows are in files.
+        ConfigError: rows are small, or those of groups differ, or the optimizer has no states of tables whose rows are
+            in files.
         CheckpointError: a sound checkpoint of this step is there, or something in a state dict is no tensor.
         FailedSaveError: on all ranks: a rank could not write; earlier checkpoints are as they were.
 
@@ -76,6 +77,8 @@ def save_program(
     'step_1'
     """
     _refuse_rounded(model)
+    if not getattr(model, "rows_are_equal", True):
+        raise ConfigError("rows of the groups differ since their last average; save behind one (model.sync() makes it)")
     ranks, rows = _ranks(model), freeze(model)
     with ExitStack() as closing:
         for frozen in rows:

@@ -23,7 +23,7 @@ from embershard.extras.groups.settings import check_run
 from embershard.launch.launcher import planned_ranks
 from embershard.sharding.config import ShardingConfig
 from embershard.sharding.plan import TablePlacement
-from embershard.training.config import RunConfig, TrainConfig
+from embershard.training.config import RunConfig
 from embershard.training.optimizers import EmbeddingOptimizerConfig
 from tests.small_runs import small_run
 from tests.unit.sharding.plans import make_plan
@@ -54,7 +54,6 @@ GROUPS = ShardingConfig(groups=2)
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (small_run(sharding=GROUPS, train=TrainConfig(accumulate=2)), "train.accumulate = 2"),
         (small_run(sharding=GROUPS, publish=PublishConfig(folder="live", every_steps=3)), "publish.folder = 'live'"),
         (
             small_run(sharding=GROUPS, checkpoint=CheckpointConfig(full_every=3, every_steps=2)),
