@@ -62,6 +62,7 @@ class Meaning:
         ids: users and items are tables of ids.
         warm: the run begins with another one.
         eval_every: steps between evaluations; they belong to what is compared.
+        groups, sync_every: replicas of the tables, and steps between averages of their rows.
     """
 
     optimizer: str = "rowwise_adagrad"
@@ -82,6 +83,8 @@ class Meaning:
     dropout: float = 0.0
     warmup_steps: int = 0
     eval_every: int | None = None
+    groups: int = 1
+    sync_every: int = 1
 
     @property
     def layers(self) -> str:
@@ -225,7 +228,8 @@ def _cache(root: Path, meaning: Meaning, way: Way) -> CacheConfig:
     if way.host != "memory":
         settings["host_dir"] = str(root / "rows")
     if way.host == "file":
-        settings["host_bytes"] = int(max(0.4, 2.5 * way.ratio) * sum(ROWS.values()) / way.ranks) * _ROW_BYTES
+        size = way.ranks // meaning.groups
+        settings["host_bytes"] = int(max(0.4, 2.5 * way.ratio) * sum(ROWS.values()) / size) * _ROW_BYTES
     if meaning.host_dtype == "int8":
         settings["full_rows"] = 0.0
     if _is_planned(meaning, way):
@@ -242,22 +246,23 @@ def _is_planned(meaning: Meaning, way: Way) -> bool:
 
 
 def _sharding(root: Path, meaning: Meaning, way: Way) -> ShardingConfig:
+    of_groups = {"groups": meaning.groups, "sync_every": meaning.sync_every}
     if way.mode != "sharded":
         hot = _HOT_BYTES if way.mode == "hot_cold" else None
-        return ShardingConfig(mode=way.mode, hot_bytes=hot, exchange=way.exchange)  # type: ignore[arg-type]
+        return ShardingConfig(mode=way.mode, hot_bytes=hot, exchange=way.exchange, **of_groups)  # type: ignore[arg-type]
     if meaning.ids:  # their rows per bucket are TorchRec's to cut
-        return ShardingConfig(exchange=way.exchange)  # type: ignore[arg-type]
+        return ShardingConfig(exchange=way.exchange, **of_groups)  # type: ignore[arg-type]
     is_stock = way == plain(meaning, way) and not _needs_cache(meaning, way)
-    tables = []
+    tables, size = [], way.ranks // meaning.groups
     for number, (name, rows) in enumerate(ROWS.items()):
-        ranks = ranks_for(way.sharding, number, way.ranks, way.ranks, column_shards=2)
+        ranks = ranks_for(way.sharding, number, size, size, column_shards=2)
         how: Any = way.sharding, "device" if is_stock else "cached", ranks, way.exchange
         tables.append(TablePlacement(f"t_{name}", rows, DIM, meaning.table_dtype, *how))  # type: ignore[arg-type]
-    plan = make_plan(tables, way.ranks, way.ranks, batch_size=meaning.batch // way.ranks)
-    pools = tuple(pool.with_slots(max(1, int(pool.rows * way.ratio))) for pool in pools_of(tables, way.ranks))
+    plan = make_plan(tables, size, size, batch_size=meaning.batch // way.ranks)
+    pools = tuple(pool.with_slots(max(1, int(pool.rows * way.ratio))) for pool in pools_of(tables, size))
     path = root / f"plan_{os.environ.get('RANK', 0)}.json"
     replace(plan, pools=pools).save(path)
-    return ShardingConfig(plan=str(path))
+    return ShardingConfig(plan=str(path), **of_groups)
 
 
 def plain(meaning: Meaning, way: Way) -> Way:
@@ -346,7 +351,7 @@ def _line(report: Any) -> list[Any] | None:
 
 def train_earlier(root: Path, meaning: Meaning) -> None:
     """Make the run that a warm one begins with: with fewer rows of ids, which move."""
-    meaning = replace(meaning, steps=6, warm=False)
+    meaning = replace(meaning, steps=6, warm=False, groups=1, sync_every=1)
     config = config_of(root, meaning, plain(meaning, Way()))
     if meaning.ids:
         features = dict(config.data.table.features)

@@ -2,7 +2,7 @@
 and resumed with other settings and ranks; what they have in the end equals a plain training: one that nobody killed,
 and that has no cache, no look-ahead and no saves in between, where its settings allow that.
 
-    python -m tests.faults.random_runs [--runs N] [--seed S] [--control NAME]
+    python -m tests.faults.random_runs [--runs N] [--seed S] [--control NAME] [--groups N]
 
 Where lives of a run add up in another order (other ranks, modes or pieces), the plain training does so from the same
 step on: losses, figures of evaluations, weights, states, averages and ids are compared bit for bit in any case. So is
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,10 @@ class Tally:
         )
 
 
-def drawn_meaning(chance: random.Random) -> Meaning:
-    """Draw what the lives of a run share."""
+def drawn_meaning(chance: random.Random, groups: int | None = None) -> Meaning:
+    """Draw what the lives of a run share. `groups`: so many, in place of a number that is drawn."""
     some = chance.choice
-    return Meaning(
+    drawn = Meaning(
         optimizer=some(["sgd", "rowwise_adagrad", "rowwise_adagrad", "adagrad"]),
         dense=some(["sgd", "adagrad", "adam", "adamw"]),
         arch=some(["dlrm", "dlrm", "dlrm_dcn", "fm", "deepfm", "wide_deep"]),
@@ -103,12 +103,16 @@ def drawn_meaning(chance: random.Random) -> Meaning:
         warmup_steps=some([0, 0, 9]),
         eval_every=some([None, None, 4, 7]),
     )
+    groups = groups or some([1, 1, 1, 2])
+    if groups == 1:
+        return drawn
+    return replace(drawn, groups=groups, sync_every=some([1, 2, 3, 5]), ids=False)
 
 
 def drawn_way(chance: random.Random, meaning: Meaning, is_last: bool) -> Way:
     """Draw how a life trains, and where it ends."""
     some = chance.choice
-    ranks = some([1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 4])
+    ranks = some([1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 4] if meaning.groups == 1 else [2, 2, 2, 4])
     ratio, lookahead = some([0.1, 0.3, 0.5, 0.8, 1.0]), some([0, 1, 3, 8])
     ends: dict[str, Any] = {}
     if not is_last:
@@ -132,13 +136,13 @@ def drawn_way(chance: random.Random, meaning: Meaning, is_last: bool) -> Way:
         prefetch=chance.randint(1, max(1, lookahead)),
         accumulate=1 if meaning.dropout else some([1, 1, 2, 3, 5]),  # masks depend on it
         save_every=chance.randint(1, 6),
-        full_every=some([1, 2, 4]),
+        full_every=some([1, 2, 4] if meaning.groups == 1 else [1]),
         keep_last=chance.randint(1, 3),
         keep_best=True if meaning.eval_every and chance.random() < 0.3 else None,
         asynchronous=some([None, False]),
         workers=some([0, 0, 1, 2]),
         parsed_ahead=chance.randint(1, 4),
-        publish_every=some([None, None, 1, 3]),
+        publish_every=some([None, None, 1, 3] if meaning.groups == 1 else [None]),
         base_every=None,
         **ends,
     )
@@ -162,19 +166,22 @@ class Run:
     Args:
         root: an empty folder.
         control: what is done to it before it is compared.
+        groups: so many; None: a number that is drawn.
     """
 
-    def __init__(self, seed: int, root: Path, pools: Pools, tally: Tally, control: str = "") -> None:
+    def __init__(
+        self, seed: int, root: Path, pools: Pools, tally: Tally, control: str = "", groups: int | None = None
+    ) -> None:
         self._chance, self._root, self._pools, self._tally = random.Random(seed), root, pools, tally
-        self._control, self._refusals = control, 0
+        self._control, self._refusals, self._groups = control, 0, groups
         self._meaning = self._drawn_meaning()
         self._lives = list[tuple[Way, int | None]]()  # with the step from which it went on; None: killed before
 
     def _drawn_meaning(self) -> Meaning:
         while True:
-            meaning = drawn_meaning(self._chance)
+            meaning = drawn_meaning(self._chance, self._groups)
             try:
-                config_of(self._root, meaning, random_lives.plain(meaning, Way()))
+                config_of(self._root, meaning, random_lives.plain(meaning, Way(ranks=meaning.groups)))
             except ConfigError:
                 self._tally.refused += 1
                 continue
@@ -334,14 +341,14 @@ def _changed(settings: Meaning | Way) -> str:
     return ", ".join(f"{each.name}={getattr(settings, each.name)}" for each in changed) or "defaults"
 
 
-def try_run(seed: int, folder: Path, pools: Pools, tally: Tally, control: str = "") -> str:
+def try_run(seed: int, folder: Path, pools: Pools, tally: Tally, control: str = "", groups: int | None = None) -> str:
     """Try one run in an empty folder; return what is wrong, with the command that shows it, or nothing."""
     write_samples(folder)
     root = folder / "run"
     root.mkdir()
-    run = Run(seed, root, pools, tally, control)
-    problem = run.problem()
-    return problem and f"python -m tests.faults.random_runs --runs 1 --seed {seed}: {problem} ({run})"
+    run = Run(seed, root, pools, tally, control, groups)
+    problem, asked = run.problem(), "" if groups is None else f" --groups {groups}"
+    return problem and f"python -m tests.faults.random_runs --runs 1 --seed {seed}{asked}: {problem} ({run})"
 
 
 def main() -> int:
@@ -351,13 +358,14 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", type=int, help="so many in each run; default: one, or two, as is drawn")
     parser.add_argument("--control", choices=random_lives.CONTROLS, default="")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started, problems, tally, pools = time.perf_counter(), 0, Tally(), Pools()
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         with tempfile.TemporaryDirectory() as name:
-            problem = try_run(seed, Path(name), pools, tally, arguments.control)
+            problem = try_run(seed, Path(name), pools, tally, arguments.control, arguments.groups)
         problems += bool(problem)
         print(problem or f"run {seed}: equal", flush=True)
     pools.close()
