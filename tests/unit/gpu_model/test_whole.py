@@ -413,6 +413,25 @@ def test_a_warm_start_lives_on_the_device(samples, tmp_path, monkeypatch) -> Non
     assert [run.optimizers.begun["state_steps"] for run in runs] == [STEPS] * 4
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize("mode", ["planned", matrix("pooled"), matrix("rows")])
+def test_rows_by_wire_types_live_on_the_device(samples, tmp_path, monkeypatch, mode) -> None:
+    """Of two ranks; the host waits for no more than with rows in fp32."""
+    case = next(each for each in (*KEPT, *OTHERS) if each.mode == mode and each.num_ranks == 2)
+
+    def in_bytes(config: RunConfig) -> RunConfig:
+        return replace(config, sharding=replace(config.sharding, forward_dtype="int8", backward_dtype="fp8"))
+
+    whole = life_on_model(case, samples, tmp_path / "fp32")
+    _turn_on(monkeypatch, in_bytes)
+    found = life_on_model(case, samples, tmp_path / "gpu")
+    assert found.problems == []
+    assert found.waiting_lines <= whole.waiting_lines, found.waits
+    assert found.life.losses != whole.life.losses, "the control: rows in bytes train other weights"
+    if mode == "planned":  # without a plan a CPU's tables have other places
+        assert found.life.different(life_on_cpu(case, samples, tmp_path / "cpu")) == []
+
+
 def _with_items(config: RunConfig, num_rows: int, *without: str) -> RunConfig:
     items = {name: replace(FEATURES[name], num_rows=num_rows, mapping="none") for name in ("item", "seen")}
     found = {name: each for name, each in {**FEATURES, **items}.items() if name not in without}
