@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,7 +69,7 @@ def predict(
         method="replay" if steps else "counts",
         num_steps=shape.num_steps or steps,
         step_seconds=replayed.step_seconds,
-        samples_per_second=shape.global_batch_size / replayed.step_seconds if replayed.step_seconds else 0.0,
+        samples_per_second=shape.groups * shape.global_batch_size / (replayed.step_seconds or math.inf),
         bottleneck=replayed.bottleneck(replayed.slowest),
         tables=tuple(table_predictions),
         ranks=tuple(

@@ -15,6 +15,7 @@ from embershard.cache.next_use import pinned_tables
 from embershard.errors import ShardingError
 from embershard.frequency import DataStatistics, SampledTrace
 from embershard.frequency.curves import distinct_rows, touched
+from embershard.lazy_names import named
 from embershard.planning.cost import work
 from embershard.planning.cost.dense import dense_work
 from embershard.planning.cost.rates import Rates, StepWork
@@ -317,24 +318,27 @@ class Workload:
         sizes_away = sizes * (shape.world_size - local) / max(1, shape.world_size - 1)
         others = StepWork(
             update_bytes=model.dense_parameter_bytes,
-            all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.world_size),
+            all_reduce_bytes=work.all_reduce_bytes(model.dense_parameter_bytes, shape.all_ranks),
             sent_id_bytes=sizes - sizes_away,
             network_id_bytes=sizes_away,
             num_collectives=work.num_collectives(num_groups, shape.world_size, len(widths), shape.pieces),
             input_seconds=(self.data.read_seconds_per_sample or 0.0) * shape.batch_size,
             more_pieces=shape.pieces - 1,
         )
-        of_shards = (self.shard_work(*pair) for pair in zip(shards, reports, strict=True))
+        of_shards = [self.shard_work(*pair) for pair in zip(shards, reports, strict=True)]
+        if shape.groups > 1:
+            of_shards.append(named("embershard.extras.groups.predicted:sync_work")(self, shards))
         return StepWork.total([layers, others, *sent, *of_shards])
 
     def copies_work(self, tables: Sequence[str], columns: int, *, at_least: bool = False) -> StepWork:
         """Return what a rank sends in a step for its copies of tables with so many columns: the gradients of its rows,
         to all others, on several nodes around a ring of all ranks. `at_least`: as if all ranks had as many rows."""
-        shape, local = self.shape, min(self.shape.ranks_per_node, self.shape.world_size)
+        shape = self.shape
+        local = min(shape.ranks_per_node, shape.world_size) * shape.groups_per_node
         num_rows = sum(map(self._own_rows, tables))
         variance = 0.0 if at_least else sum(map(self.distinct_variance, tables))
-        sent = work.copies_bytes(num_rows, variance, columns, shape.world_size)
-        away = sent / local if shape.world_size > local else 0.0
+        sent = work.copies_bytes(num_rows, variance, columns, shape.all_ranks)
+        away = sent / local if shape.all_ranks > local else 0.0
         return StepWork(sent_gradient_bytes=sent - away, network_gradient_bytes=away)
 
     def _own_rows(self, table: str) -> float:

@@ -58,6 +58,9 @@ class RunShape:
         activation_bytes: of a number that dense layers pass on.
         home: of the rows, in host memory.
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
+        groups: of so many ranks in all, which are replicas of each other; all other fields are of one group.
+        groups_per_node: groups that share a node; 1: a group has a node or more.
+        sync_every: steps from one average of the groups' rows to the next.
     """
 
     world_size: int
@@ -75,6 +78,14 @@ class RunShape:
     accumulate: int = 1
     activation_bytes: float = 4
     home: HomeSizes = field(default_factory=HomeSizes)
+    groups: int = 1
+    groups_per_node: int = 1
+    sync_every: int = 1
+
+    @property
+    def all_ranks(self) -> int:
+        """Ranks of all groups."""
+        return self.groups * self.world_size
 
     @property
     def pieces(self) -> int:
@@ -94,5 +105,5 @@ class RunShape:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
+        """Samples of a step, over the ranks of a group: of all tables' lookups."""
         return self.batch_size * self.world_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from embershard.data import schema_of
 from embershard.errors import ConfigError
@@ -39,7 +39,7 @@ def make_workload(
     reserve_bytes: int = 0,
     model: ModelSize | None = None,
 ) -> Workload:
-    """Return the model, data and run of a config on `world_size` ranks.
+    """Return the model, data and run of a config on `world_size` ranks: of one of its groups.
 
     Args:
         model: where the config's data have other tables than the model.
@@ -54,8 +54,7 @@ def make_workload(
         )
     batch_size = batch_size or config.train.rank_batch_size(world_size)
     shape = RunShape(
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
+        **_group(config, world_size, ranks_per_node, cores_per_node),
         batch_size=batch_size,
         device=device,
         cache=replay_settings(config, config.has_profile, _training_samples(data), device),
@@ -64,7 +63,6 @@ def make_workload(
         slot_map=config.cache.slot_map,
         exchange=config.sharding.exchange if config.cache.enabled else "pooled",
         mode_memory=config.sharding.mode_memory,
-        cores_per_node=cores_per_node,
         reserve_bytes=reserve_bytes,
         accumulate=config.train.accumulate,
         activation_bytes=_ACTIVATION_BYTES.get(config.train.precision, 4),
@@ -75,6 +73,20 @@ def make_workload(
     if config.model.section is not None:
         drawn = named("embershard.extras.length_groups.drawn:drawn_layers")(config, data, shape)
     return Workload(model_size(config, rows) if model is None else model, data, shape, drawn)
+
+
+def _group(config: RunConfig, world_size: int, ranks_per_node: int, cores_per_node: int | None) -> dict[str, Any]:
+    """Return what a `RunShape` says of one group of the ranks, and of the others."""
+    of_group, in_node = config.sharding.group_shape(world_size, ranks_per_node)
+    per_node = max(1, ranks_per_node // of_group)
+    return {
+        "world_size": of_group,
+        "ranks_per_node": in_node,
+        "groups": config.sharding.groups,
+        "groups_per_node": per_node,
+        "sync_every": config.sharding.sync_every,
+        "cores_per_node": cores_per_node and max(1, cores_per_node // per_node),
+    }
 
 
 def replay_settings(

@@ -82,9 +82,10 @@ class Setup:
             reserve_bytes=topology.reserve_within(device_bytes),
             model=self.model,
         )
+        host_bytes = host_bytes and host_bytes // workload.shape.groups_per_node
         request = PlanRequest(
             workload=workload,
-            rates=topology.rates_of_ranks(num_ranks),
+            rates=topology.rates_of_ranks(workload.shape.world_size),
             budget=budget(config, device_bytes, host_bytes, ratio, limits if len(set(limits)) > 1 else ()),
             types=arguments.types,
             pins=config.sharding.pin,
@@ -106,7 +107,7 @@ class Setup:
         notes = (
             self.note,
             topology.cores_note,
-            topology.note(workload.shape.world_size),
+            topology.note(workload.shape.all_ranks),
             workload.drawn and workload.drawn.note,
             topology.reserve_note(device_bytes),
             topology.precision_note(config.train.precision),
@@ -128,7 +129,8 @@ class Setup:
         return replace(self, config=config, model=model)
 
     def shaped(self, num_ranks: int) -> Topology:
-        """Return the machine with so many ranks. A CPU's ranks are all on one node, unless they are simulated."""
+        """Return the machine with so many ranks, as one of their groups sees it. A CPU's ranks are all on one node,
+        unless they are simulated."""
         topology, per_node = self.topology, self.arguments.ranks_per_node
         if per_node is None:
             on_one_node = topology.device == "cpu" and not self.arguments.simulate
@@ -136,9 +138,13 @@ class Setup:
         if num_ranks % per_node:
             raise ConfigError(f"--ranks {num_ranks}: needed a multiple of {per_node}, the ranks per node.")
         try:
-            return topology.shaped(per_node, num_ranks // per_node)
+            topology = topology.shaped(per_node, num_ranks // per_node)
         except ConfigError as error:
             raise ConfigError(f"--topology {self.arguments.topology}, {num_ranks} ranks: {error}") from error
+        if self.config.sharding.groups > 1:
+            seen = named("embershard.extras.groups.predicted:seen_from_a_group")
+            topology = seen(topology, self.config.sharding.groups, num_ranks)
+        return topology
 
 
 def plan(arguments: argparse.Namespace, command: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -16,6 +17,8 @@ from embershard.extras.what_if.simulate_scaling import SimulatedRun, show_simula
 from embershard.extras.what_if.view import Teller, show_budget, show_left_out, show_target, show_training, show_what_if
 from embershard.launch.screen import say
 from embershard.planning.budget import ranks_without_caches
+from embershard.planning.cost.topology import Topology
+from embershard.planning.request import PlanRequest
 
 
 def what_if(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[float | None], console: Console) -> int:
@@ -81,15 +84,16 @@ def simulate(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[flo
 
     def tell(run: SimulatedRun) -> None:
         speed = run.problem or f"{run.step_seconds * 1e3:.2f} ms a step, {run.samples_per_second:,.0f} samples/s"
-        console.print(f"Simulated {run.num_ranks} ranks: {speed}", soft_wrap=True)
+        groups = f" in {run.groups} groups" if run.groups > 1 else ""
+        console.print(f"Simulated {run.num_ranks} ranks{groups}: {speed}", soft_wrap=True)
         console.file.flush()
 
+    def request(case: tuple[int, Setup]) -> tuple[PlanRequest, Topology]:
+        return case[1].request(case[0], ratios[0]), case[1].shaped(case[0])
+
     with console.status("simulating"):
-        runs = simulate_scaling(
-            sorted(set(ranks)),
-            lambda num_ranks: (setup.request(num_ranks, ratios[0]), setup.shaped(num_ranks)),
-            tell,
-        )
+        cases = [(number, each) for number in sorted(set(ranks)) for each in _in_groups(setup, number)]
+        runs = simulate_scaling(cases, request, tell)
     topology = setup.shaped(max(ranks))
     show_simulation(runs, topology, console)
     if arguments.output is not None:
@@ -99,3 +103,16 @@ def simulate(setups: Sequence[Setup], ranks: Sequence[int], ratios: Sequence[flo
         return 2
     draw(arguments.png, console, "simulation_figure", runs, topology)
     return 0
+
+
+def _in_groups(setup: Setup, num_ranks: int) -> list[Setup]:
+    """Return what is simulated of so many ranks: one group of all, and where groups are set, one for each node."""
+    sharding = setup.config.sharding
+    if sharding.groups == 1:
+        return [setup]
+    alone = replace(sharding, groups=1, sync_every=1, moment_scale=None)
+    found = [replace(setup, config=replace(setup.config, sharding=alone))]
+    if (nodes := found[0].shaped(num_ranks).num_nodes) > 1:
+        in_nodes = replace(sharding, groups=nodes)
+        found.append(replace(setup, config=replace(setup.config, sharding=in_nodes)))
+    return found

@@ -138,9 +138,9 @@ def _of_some(setup: Setup, ranks: Sequence[int]) -> Iterator[PlanRequest]:
 def _case(setup: Setup, request: PlanRequest, samples: int) -> PlannedCase:
     """Plan a request with so many samples on all ranks together."""
     shape = request.workload.shape
-    shape = replace(shape, batch_size=max(1, round(samples / shape.world_size)))
+    shape = replace(shape, batch_size=max(1, round(samples / shape.all_ranks)))
     request = replace(request, workload=replace(request.workload, shape=shape))
-    return planned_case(request, setup.shaped(shape.world_size), None, setup.price)
+    return planned_case(request, setup.shaped(shape.all_ranks), None, setup.price)
 
 
 def _told(case: PlannedCase) -> str:

@@ -44,7 +44,7 @@ def half_rows_sentence(setup: Setup, request: PlanRequest, plan: Plan) -> str:
     names = [table.table for table in halved]
     request_then = _with_fp16(request, names)
     assert request_then is not None, "it was tried"
-    case = planned_case(all_on_devices(request_then), setup.shaped(plan.world_size), None, setup.price)
+    case = planned_case(all_on_devices(request_then), setup.shaped(request.workload.shape.all_ranks), None, setup.price)
     if case.prediction is None:
         return ""
     changes = "--set model.table_dtype=fp16"

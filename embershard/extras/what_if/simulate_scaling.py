@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from embershard.planning.uncertainty import uncertainty
 from embershard.settings.decoding import decode
 from embershard.sharding.plan import Plan, Prediction
 
+_Case = TypeVar("_Case")
 _MOST_PARTS = 4
 _TEXTS = ("where a step's time goes", "lost to")
 _LEAST_LOSS = 0.01  # of a simulated step, that is shown
@@ -41,6 +43,7 @@ class SimulatedRun:
         limit: the part of the busiest rank that takes most.
         is_searched: the planner searched the placement on all ranks; False: on the nodes that could be busy.
         problem: why there is no plan; empty where there is one.
+        groups: of the ranks, which are replicas of each other.
         low_seconds, high_seconds: of a step; the constants of the machine leave it between them, nine times in ten.
     """
 
@@ -54,6 +57,7 @@ class SimulatedRun:
     problem: str = ""
     low_seconds: float = 0.0
     high_seconds: float = 0.0
+    groups: int = 1
 
     def efficiency(self, runs: Sequence[SimulatedRun]) -> float | None:
         """Return the samples per second and rank, relative to those of the fewest ranks with a plan."""
@@ -97,20 +101,20 @@ def simulate_plan(plan: Plan, topology: Topology) -> StepReplay:
 
 
 def simulate_scaling(
-    ranks: Sequence[int],
-    make_request: Callable[[int], tuple[PlanRequest, Topology]],
+    cases: Sequence[_Case],
+    make_request: Callable[[_Case], tuple[PlanRequest, Topology]],
     progress: Callable[[SimulatedRun], None] | None = None,
 ) -> list[SimulatedRun]:
     """Plan and simulate training on each of these numbers of ranks. Hit rates are from counts alone.
 
     Args:
-        ranks: numbers of ranks.
-        make_request: returns the request for so many ranks, and their machine.
+        cases: numbers of ranks, with what else `make_request` asks for.
+        make_request: returns the request for a case, and its machine.
         progress: called with each run when it is simulated.
     """
     found = []
-    for num_ranks in ranks:
-        found.append(simulate_run(*make_request(num_ranks)))
+    for case in cases:
+        found.append(simulate_run(*make_request(case)))
         if progress is not None:
             progress(found[-1])
     return found
@@ -119,13 +123,13 @@ def simulate_scaling(
 def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
     """Plan and simulate training as requested, on a machine of so many ranks."""
     shape = request.workload.shape
-    num_ranks, samples = shape.world_size, shape.global_batch_size
+    num_ranks, samples = shape.all_ranks, shape.groups * shape.global_batch_size
     is_searched = num_ranks <= MOST_SEARCHED_RANKS
     try:
         candidate = fastest_candidate(request)
     except ShardingError as error:
-        return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error))
-    replayed = _replay(candidate.quick, topology, num_ranks, Pipeline.of_run(shape))
+        return SimulatedRun(num_ranks, samples, is_searched=is_searched, problem=str(error), groups=shape.groups)
+    replayed = _replay(candidate.quick, topology, shape.world_size, Pipeline.of_run(shape))
     certainty = uncertainty(request.workload, candidate.quick, topology)
     longer = replayed.step_seconds / candidate.quick.step_seconds  # by the ranks' jitter
     return SimulatedRun(
@@ -138,6 +142,7 @@ def simulate_run(request: PlanRequest, topology: Topology) -> SimulatedRun:
         parts={name: seconds for name, seconds in replayed.mean_parts.items() if seconds},
         limit=_limit(replayed),
         is_searched=is_searched,
+        groups=shape.groups,
     )
 
 
@@ -155,13 +160,18 @@ def _limit(replayed: StepReplay) -> str:
 
 def show_simulation(runs: Sequence[SimulatedRun], topology: Topology, console: Console) -> None:
     """Print one line per number of ranks, and the reservations."""
+    has_groups = any(run.groups > 1 for run in runs)
     table = make_table(
         "Simulated training (estimate)",
         (),
-        (*("ranks", "batch", "samples/s", "efficiency", "step ms", "from", "to", "limited by"), *_TEXTS),
+        (
+            *("ranks", *(("groups",) if has_groups else ()), "batch", "samples/s", "efficiency", "step ms"),
+            *("from", "to", "limited by", *_TEXTS),
+        ),
     )
     for run in runs:
-        case, share = (str(run.num_ranks), f"{run.global_batch_size:,}"), run.efficiency(runs)
+        groups = (str(run.groups),) if has_groups else ()
+        case, share = (str(run.num_ranks), *groups, f"{run.global_batch_size:,}"), run.efficiency(runs)
         if share is None or run.parts is None:
             table.add_row(*case, "does not fit")
             continue

@@ -59,6 +59,8 @@ class StepWork(Amounts):
         sent_id_bytes, sent_embedding_bytes, sent_gradient_bytes: for the tables, to ranks of the same node; in each
             exchange the larger of sent and received.
         network_id_bytes, network_embedding_bytes, network_gradient_bytes: for the tables, to other nodes.
+        sent_sync_bytes, network_sync_bytes: of rows that groups average, in the mean of all steps: to ranks of the same
+            node, and to other nodes.
         all_reduce_bytes: sent for the dense gradients.
         num_collectives: operations among all ranks, each with its latency.
         input_seconds: seconds of one core to read and parse B samples.
@@ -84,6 +86,8 @@ class StepWork(Amounts):
     network_id_bytes: float = 0
     network_embedding_bytes: float = 0
     network_gradient_bytes: float = 0
+    sent_sync_bytes: float = 0
+    network_sync_bytes: float = 0
     all_reduce_bytes: float = 0
     num_collectives: float = 0
     input_seconds: float = 0
@@ -187,6 +191,8 @@ TERMS: tuple[tuple[str, str, str], ...] = (
     ("network_id_bytes", "seconds_per_network_byte", "network"),
     ("network_embedding_bytes", "seconds_per_network_byte", "network"),
     ("network_gradient_bytes", "seconds_per_network_byte", "network"),
+    ("sent_sync_bytes", "seconds_per_all_to_all_byte", "sync"),
+    ("network_sync_bytes", "seconds_per_network_byte", "sync"),
     ("all_reduce_bytes", "seconds_per_all_reduce_byte", "all_reduce"),
     ("num_collectives", "seconds_per_collective", "latency"),
     ("input_seconds", "seconds_per_input_second", "input"),

@@ -10,6 +10,7 @@ P is the prefetch depth and L the look-ahead (`embershard.pipeline.look_ahead` h
     train       [overhead], lookup, [embeddings], forward, backward, [gradients], update, [all-reduce], optimizer: of i
     exchange    embeddings i, buckets of the all-reduce i, gradients i, the last bucket i, ids i + L + 1: collective
     input       samples i + L + 2
+    all         rows that groups average, behind the step
     disk        pages of rows in a file, some batches ahead: no step waits, unless the disk is slower than all steps
 
 A collective begins when the last rank reaches it. On a CPU all stages of a rank run one after the other, and the ranks
@@ -54,6 +55,7 @@ STAGES: Mapping[str, Mapping[str, float]] = {
     "gradients": {"sent_gradient_bytes": 1, "network_gradient_bytes": 1, "num_collectives": _COLLECTIVE},
     "update": {"embedding_bytes": 2 / 3},
     "optimizer": {"update_bytes": 1},
+    "sync": {"sent_sync_bytes": 1, "network_sync_bytes": 1},
     "disk": {"moved_pages": 1},
     "overhead": {"more_pieces": 1},
 }
@@ -129,6 +131,12 @@ class StepReplay:
     step_seconds: float
     parts: Mapping[str, Floats]
 
+    def before_sync(self, seconds: Floats) -> StepReplay:
+        """Return the steps with averages behind them, which take each rank so long [R], and all the longest."""
+        longest = float(seconds.max())
+        parts = {**self.parts, "sync": seconds, STRAGGLERS: self.parts[STRAGGLERS] + longest - seconds}
+        return StepReplay(self.step_seconds + longest, parts)
+
     def beside_disks(self, seconds: Floats) -> StepReplay:
         """Return the steps where each rank's disk takes so long [R] for a step, several batches ahead of the training:
         all wait where it is slower."""
@@ -183,7 +191,7 @@ def replay_steps(works: Sequence[StepWork], rates: RankRates, pipeline: Pipeline
     else:
         buckets = num_buckets(max(work.update_bytes for work in works), works[0].more_pieces > 0)
         found = _Overlapping(stages, pipeline, buckets).run(factors)
-    return found.beside_disks(stages["disk"]["disk"])
+    return found.before_sync(stages["sync"]["sync"]).beside_disks(stages["disk"]["disk"])
 
 
 def num_buckets(parameter_bytes: float, in_pieces: bool) -> int:

@@ -206,9 +206,10 @@ def predicted_for(plan: Plan, run: RunResult) -> Prediction:
             "the plan has no prediction to compare with: it was edited after it was made, or written by hand. Compare "
             "with another one (--plan FILE): embershard plan writes plans with predictions."
         )
-    if plan.world_size != run.world_size:
+    num_ranks = plan.world_size * int(plan.settings.get("sharding.groups", 1))  # the plan is of one group
+    if num_ranks != run.world_size:
         raise ShardingError(
-            f"the plan is for {plan.world_size} ranks; the run had {run.world_size}. Give a plan for as many."
+            f"the plan is for {num_ranks} ranks; the run had {run.world_size}. Give a plan for as many."
         )
     return plan.prediction
 
