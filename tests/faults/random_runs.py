@@ -136,7 +136,7 @@ def drawn_way(chance: random.Random, meaning: Meaning, is_last: bool) -> Way:
         prefetch=chance.randint(1, max(1, lookahead)),
         accumulate=1 if meaning.dropout else some([1, 1, 2, 3, 5]),  # masks depend on it
         save_every=chance.randint(1, 6),
-        full_every=some([1, 2, 4] if meaning.groups == 1 else [1]),
+        full_every=some([1, 2, 4]),
         keep_last=chance.randint(1, 3),
         keep_best=True if meaning.eval_every and chance.random() < 0.3 else None,
         asynchronous=some([None, False]),

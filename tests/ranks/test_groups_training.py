@@ -163,6 +163,18 @@ def test_a_run_goes_on_as_it_would_have(two_ranks: RankPool, tmp_path: Path):
         assert ours.losses == expected.losses[6:]
 
 
+def test_saves_of_what_changed_have_what_any_group_trained(two_ranks: RankPool, tmp_path: Path):
+    """The first group writes them."""
+    config = config_of(steps=12, checkpoint=CheckpointConfig(every_steps=3, keep_last=9, full_every=9))
+    whole = two_ranks.run(train, config, tmp_path / "whole")
+    folder = tmp_path / "whole" / "step_9"
+    rows = sorted(path.name for path in folder.glob("rows_*.safetensors"))
+    assert rows == ["rows_0.safetensors"]
+    rest = two_ranks.run(train, config, tmp_path / "rest", folder)
+    for ours, expected in zip(rest, whole, strict=True):
+        assert groups.differences(ours.weights, expected.weights) == []
+
+
 def loaded(config: RunConfig, folder: Path, checkpoint: Path) -> tuple[list[str], int]:
     """Names of tensors whose parts here are not those of the checkpoint, and how many parts were compared."""
     saved, different, count = stock_loaded(checkpoint), [], 0

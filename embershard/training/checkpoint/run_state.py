@@ -116,6 +116,7 @@ class RunState:
     Attributes:
         changes: settings that were changed on request by resumes so far.
         run_id: of the run, in the manifests of its checkpoints; of the first part of a run that was resumed.
+        is_replica: the first group of ranks has what this rank has of the tables, too, and saves it.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class RunState:
     ) -> None:
         self.model, self._optimizers = model, optimizers
         self._config, self._source, self._ranks = config, source, ranks
-        self._num_sharding, _ = config.sharding.group_shape(ranks.world_size, 1)
+        self.is_replica = ranks.rank >= config.sharding.group_shape(ranks.world_size, 1)[0]
         self._identity = ranks.from_first(lambda: {**identity_of(config, ranks.world_size), **identity})
         self.changes: tuple[Change, ...] = ()
         self.run_id = ranks.from_first(lambda: uuid.uuid4().hex)
@@ -177,10 +178,9 @@ class RunState:
                 on_error.callback(rows.close)
             with without_flushes(self.model):  # rows are written back already, and made while they are written
                 tensors = without_empty({**self.tensors(), **tensors_of_parts})
-            is_replica = self._ranks.rank >= self._num_sharding  # what the first group has suffices
-            if not is_replica and (full := saved_marks(self.model, self._ranks.rank)):
+            if not self.is_replica and (full := saved_marks(self.model, self._ranks.rank)):
                 tensors[MARKED_ROWS] = full
-            if not is_replica and (contents := saved_contents(self.model, self._ranks.rank)):
+            if not self.is_replica and (contents := saved_contents(self.model, self._ranks.rank)):
                 tensors[_CACHE] = contents
             if chain is not None:
                 tensors, link = chain.cut(tensors, frozen)

@@ -76,10 +76,11 @@ class SaveChain:
 
     Args:
         full_every: of so many saves, one is whole.
+        is_replica: another rank has the same rows, and saves them.
     """
 
-    def __init__(self, model: DistributedModelParallel, ranks: Ranks, full_every: int) -> None:
-        self._ranks, self._full_every = ranks, full_every
+    def __init__(self, model: DistributedModelParallel, ranks: Ranks, full_every: int, is_replica: bool) -> None:
+        self._ranks, self._full_every, self._is_replica = ranks, full_every, is_replica
         self._pools, self._tables = list(cached_embeddings(model)), sorted(model.fused_optimizer.params)
         self._marks = [pool.track_changes() for pool in self._pools]
         self._compared = dict[_Key, ComparedRows]()  # what no pool has; and rows of saves that failed
@@ -120,6 +121,8 @@ class SaveChain:
         """
         token, shards = self._ranks.from_first(lambda: uuid.uuid4().hex), self._shards(tensors)
         changed = self._changed(shards)
+        if self._is_replica:
+            shards, changed = [], []
         parent, why = self._parent, self._why_whole(shards, changed)
         if why or isinstance(parent, str):
             self._open = NewLink(token, why_whole=why)

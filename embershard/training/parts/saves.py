@@ -68,7 +68,7 @@ class Saves(Part):
     def after_build(self) -> None:
         """Track from now on what changes from save to save."""
         if self._config.full_every > 1 and self.run.checkpoints is not None:
-            self._chain = SaveChain(self.run.model, self._ranks, self._config.full_every)
+            self._chain = SaveChain(self.run.model, self._ranks, self._config.full_every, self.run.state.is_replica)
 
     def go_on_from(self, checkpoint: Path, manifest: Manifest | None) -> None:
         """Let the next save follow the checkpoint whose state was loaded, where it can."""

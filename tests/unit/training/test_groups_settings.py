@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from embershard.cache import CacheConfig
-from embershard.distributed import CheckpointConfig, PublishConfig
+from embershard.distributed import PublishConfig
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.groups.settings import check_run
 from embershard.launch.launcher import planned_ranks
@@ -55,10 +55,6 @@ GROUPS = ShardingConfig(groups=2)
     ("config", "said"),
     [
         (small_run(sharding=GROUPS, publish=PublishConfig(folder="live", every_steps=3)), "publish.folder = 'live'"),
-        (
-            small_run(sharding=GROUPS, checkpoint=CheckpointConfig(full_every=3, every_steps=2)),
-            "checkpoint.full_every = 3",
-        ),
         (
             small_run(
                 sharding=ShardingConfig(groups=2, moment_scale=0.5), embedding_optimizer=EmbeddingOptimizerConfig("sgd")
