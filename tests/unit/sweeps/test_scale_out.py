@@ -254,8 +254,8 @@ def test_nodes_of_one_machine_share_it() -> None:
     assert part.rates_for(4).seconds_per_network_byte == pytest.approx(2 * 1e-8 / (1448 / 1514))
 
 
-@pytest.mark.parametrize("name", ["scale_out", "slow_link"])
+@pytest.mark.parametrize("name", ["scale_out", "slow_link", "groups"])
 def test_the_examples_are_sound(project_dir: Path, name: str) -> None:
     sweep = Sweep.read(project_dir / "examples" / f"{name}.toml")
     made: Any = study.Study(sweep, Path("sweeps") / name, plain_console(), is_dry=True)
-    assert len(made.prepared().experiments) == {"scale_out": 36, "slow_link": 12}[name]
+    assert len(made.prepared().experiments) == {"scale_out": 36, "slow_link": 12, "groups": 15}[name]
