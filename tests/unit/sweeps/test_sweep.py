@@ -462,9 +462,9 @@ def test_an_error_on_a_machine_of_ray_ends_no_other_run(sweep_file, monkeypatch,
     assert found[0].reason == "OSError: [Errno 116] Stale file handle"
 
 
-def test_the_example_is_sound(project_dir: Path) -> None:
-    sweep = Sweep.read(project_dir / "examples" / "sweep.toml")
-    assert len(sweep.experiments) == 8
+@pytest.mark.parametrize(("file", "number"), [("examples/sweep.toml", 8), ("benchmarks/group_quality.toml", 50)])
+def test_a_sweep_of_the_project_is_sound(project_dir: Path, file: str, number: int) -> None:
+    assert len(Sweep.read(project_dir / file).experiments) == number
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
