@@ -22,6 +22,7 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish.published import published, read_files, read_publication
+from embershard.extras.groups.row_sync import RowSync
 from embershard.extras.hot_cold.hot_tables import HotPart
 from embershard.extras.publications import write
 from embershard.extras.serving.serving_model import table_names, weights_of
@@ -72,6 +73,7 @@ def _config(
     ratio: float,
     host_dtype: str,
     host_bytes: int | None,
+    groups: tuple[int, int],
 ) -> RunConfig:
     full_rows, profile = (0.05, ProfileConfig(samples=1000)) if host_dtype == "int8" else (None, ProfileConfig())
     cache = {"ratio": ratio, "policy": policy, "host_dtype": host_dtype, "full_rows": full_rows}
@@ -84,6 +86,9 @@ def _config(
         publish=PublishConfig(str(folder / "published"), every_steps=every, base_every=2, dtype=dtype),
         checkpoint=CheckpointConfig(every_steps=4, at_end=False, keep_last=9),
     )
+    if groups[0] > 1:
+        of_groups = dataclasses.replace(config.sharding, groups=groups[0], sync_every=groups[1])
+        config = dataclasses.replace(config, sharding=of_groups)
     return dataclasses.replace(
         config, train=dataclasses.replace(config.train, batch_size=batch, max_steps=steps, eval_every=3)
     )
@@ -103,9 +108,11 @@ def live(
     ratio: float = 0.3,
     host_dtype: str = "fp32",
     host_bytes: int | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> Life:
-    """Train, publish and follow, from the checkpoint of step `start` on; with something `broken`."""
-    rows = (ratio, host_dtype, host_bytes)
+    """Train, publish and follow, from the checkpoint of step `start` on; with something `broken`. `groups`: how many,
+    and steps from one average of them to the next."""
+    rows = (ratio, host_dtype, host_bytes, groups)
     ranks, config = here(), _config(folder, plan, lookahead, steps, dtype, policy, batch, every, *rows)
     with with_fault(broken), mock.patch.object(sizes, "SMALL_TABLE_ROWS", _WHOLE_ROWS):
         trainer = Trainer(config, ranks, folder / "checkpoints", export=partial(export_base, config))
@@ -186,6 +193,15 @@ def with_fault(what: str) -> Iterator[None]:
             return take(self, marks)
 
         with mock.patch.object(HostTables, "take_changed", of_dirty):
+            yield
+    elif what == "averages":  # are not heard of
+        sync = RowSync.sync
+
+        def unheard(self: RowSync) -> None:
+            with mock.patch.object(ChangedKeys, "changed", return_value=None):
+                sync(self)
+
+        with mock.patch.object(RowSync, "sync", unheard):
             yield
     elif what == "host rows":
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from embershard.distributed.publish.published import published, read_publication
 from embershard.extras.publications.compact import make_base
 from tests.covering import matrix
 from tests.ranks import publications
@@ -149,3 +150,28 @@ def test_two_ranks_with_every_kind_of_table(two_ranks, one_rank, tmp_path):
 
 def _resume_on_one(folder: Path) -> publications.Life:
     return publications.live(folder, 8, 6, 4, batch=20)
+
+
+@pytest.mark.parametrize("lookahead", [8, matrix(0)])
+def test_groups_publish_rows_once_and_when_they_are_equal(four_ranks, tmp_path, lookahead):
+    """Behind the average after the step that is due: of steps 2, 4, 6, ... at 3, 6, 9 and 12, where a save comes, too.
+    The next life goes on from step 9, and takes back what replicas have of later steps."""
+    live = partial(publications.live, batch=24, groups=(2, 3))
+    found = four_ranks.run(live, tmp_path, lookahead)
+    assert [life.different for life in found] == [[]] * 4
+    assert found[0].followed == "delta_4"
+    assert sum(life.evictions for life in found) > 100
+    deltas = [read_publication(path) for _, path in published(tmp_path / "published", "delta")]
+    assert {delta.step for delta in deltas} <= {3, 6, 9, 12}
+    assert deltas[-1].step == 12
+    keys = publications.keys_of_deltas(tmp_path)
+    assert [delta.num_rows for delta in deltas] == [sum(map(len, keys[delta.name].values())) for delta in deltas]
+    found = four_ranks.run(live, tmp_path, lookahead, 11, 9)
+    assert [life.different for life in found] == [[]] * 4
+    assert found[0].problems == []
+
+
+def test_averages_that_publications_do_not_hear_of_are_noticed(two_ranks, tmp_path):
+    """Control: rows that the second group alone has trained."""
+    found = two_ranks.run(partial(publications.live, groups=(2, 3), broken="averages"), tmp_path)
+    assert all(life.different for life in found)

@@ -47,8 +47,6 @@ def check_run(config: RunConfig) -> None:
     problems = {
         'tables that take any id (the mapping "ids" or "text_ids"): which row an id has follows from the batches of a '
         "group, so replicas' rows would be of other ids": config.data.has_ids,
-        f"publish.folder = {config.publish.folder!r}: publications with groups were not compared with anything "
-        "yet": config.publish.folder is not None,
         f"data in the order of their times and sharding.sync_every = {config.sharding.sync_every}: a window is "
         "evaluated before any step of its samples, when replicas differ": (
             config.data.is_in_time_order and config.sharding.sync_every > 1

@@ -105,6 +105,7 @@ class Publisher:
         checkpoints: folder of the run's checkpoints, which say which deltas a resume needs.
         export: writes the first base.
         served: while it lasts, the model has the dense weights to publish.
+        is_replica: the first group of ranks has what this rank has of the tables, too, and publishes it.
 
     Raises:
         ConfigError: nobody can export.
@@ -119,12 +120,14 @@ class Publisher:
         checkpoints: Path | None,
         export: Export | None,
         served: Callable[[], AbstractContextManager[None]] = nullcontext,
+        is_replica: bool = False,
     ) -> None:
         self._config, self._model, self._tables, self._ranks, self._served = config, model, tables, ranks, served
         self._checkpoints, self._export = checkpoints, export
         assert config.folder is not None, "nothing is published"
         self._folder = Path(config.folder)
-        self._sources: list[RowSource] = [PublishedPool(pool) for pool in cached_embeddings(model)]
+        self._is_replica = is_replica
+        self._sources: list[RowSource] = [PublishedPool(pool) for pool in cached_embeddings(model) if not is_replica]
         if export is None:
             raise ConfigError("publish.folder: make the trainer with `export`, as `embershard train` does.")
         self.starts_again = False  # a resume found no checkpoint
@@ -174,7 +177,7 @@ class Publisher:
             own = [pool.cache.tables for pool in cached_embeddings(self._model)]
             cached = {name for pools in self._ranks.all_gather_objects(own) for names in pools for name in names}
             for other in self._tables:
-                if other.name not in cached:
+                if other.name not in cached and not self._is_replica:
                     self._sources.append(ComparedTable.of(other.name, state[other.tensor], self._ranks.is_first))
         for source in self._sources:
             source.forget()
@@ -474,6 +477,7 @@ class Publishing(Part):
     """
 
     publisher: Publisher
+    _is_late = False  # it waits for groups' rows to be equal
 
     @property
     def _folder(self) -> Path:
@@ -490,8 +494,8 @@ class Publishing(Part):
     def after_build(self) -> None:
         """Track which rows train from now on."""
         run = self.run
-        what = (run.config.publish, run.model, tables_of_run(run.config))
-        self.publisher = Publisher(*what, run.ranks, run.checkpoints, run.export, run.served)
+        what, is_replica = (run.config.publish, run.model, tables_of_run(run.config)), run.state.is_replica
+        self.publisher = Publisher(*what, run.ranks, run.checkpoints, run.export, run.served, is_replica)
 
     def start_again(self) -> None:
         """Go on in the folder of the run that left no checkpoint."""
@@ -507,7 +511,9 @@ class Publishing(Part):
         yield from publisher.reports()
 
     def after_step(self) -> Iterator[Report]:
-        if self.publisher.is_due(self.run.steps):
+        is_due = self.publisher.is_due(self.run.steps) or self._is_late
+        self._is_late = is_due and not self.run.is_settled
+        if is_due and not self._is_late:
             self.publisher.cut(self.run.steps)
         yield from self.publisher.reports()
 

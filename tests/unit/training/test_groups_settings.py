@@ -17,7 +17,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from embershard.cache import CacheConfig
-from embershard.distributed import PublishConfig
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.groups.settings import check_run
 from embershard.launch.launcher import planned_ranks
@@ -48,13 +47,9 @@ def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], sai
         ShardingConfig(**given)
 
 
-GROUPS = ShardingConfig(groups=2)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (small_run(sharding=GROUPS, publish=PublishConfig(folder="live", every_steps=3)), "publish.folder = 'live'"),
         (
             small_run(
                 sharding=ShardingConfig(groups=2, moment_scale=0.5), embedding_optimizer=EmbeddingOptimizerConfig("sgd")
