@@ -11,7 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Stage = Literal[
-    "input", "id exchange", "know", "warm-up", "plan", "fills", "lookup", "forward", "backward", "optimizer"
+    "input", "id exchange", "know", "warm-up", "plan", "fills", "lookup", "forward", "backward", "optimizer", "averages"
 ]  # fmt: skip
 #: Folder of the traces in that of a run; and the ending of the files of each rank's stage times.
 TRACES, STAGES_ENDING = "profile", ".stages.json"

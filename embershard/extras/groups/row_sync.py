@@ -15,6 +15,7 @@ from embershard.distributed.traffic import counted_as_other
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.groups.synced_rows import GroupsGuard, synced_rows
 from embershard.sharding.torchrec.compat import GroupedEnv
+from embershard.stages import is_stage
 
 #: Most bytes of the rows of all replicas that are in memory at a time.
 CHUNK_BYTES = 64 << 20
@@ -95,6 +96,7 @@ class RowSync:
             rows.take()
         self._steps = self._equal_at = steps
 
+    @is_stage("averages")
     def sync(self) -> None:
         """Average now, beside the averages of `step`. Collective.
 
