@@ -22,7 +22,6 @@ from embershard.cache.row_cache import RowCache
 from embershard.cache.tickets import Ticket
 from embershard.distributed import CheckpointConfig, PublishConfig
 from embershard.distributed.publish.published import published, read_files, read_publication
-from embershard.extras.groups.row_sync import RowSync
 from embershard.extras.hot_cold.hot_tables import HotPart
 from embershard.extras.publications import write
 from embershard.extras.serving.serving_model import table_names, weights_of
@@ -195,6 +194,8 @@ def with_fault(what: str) -> Iterator[None]:
         with mock.patch.object(HostTables, "take_changed", of_dirty):
             yield
     elif what == "averages":  # are not heard of
+        from embershard.extras.groups.row_sync import RowSync  # other lives go on without that room
+
         sync = RowSync.sync
 
         def unheard(self: RowSync) -> None:

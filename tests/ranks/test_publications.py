@@ -171,7 +171,7 @@ def test_groups_publish_rows_once_and_when_they_are_equal(four_ranks, tmp_path, 
     assert found[0].problems == []
 
 
-def test_averages_that_publications_do_not_hear_of_are_noticed(two_ranks, tmp_path):
+def test_groups_whose_averages_publications_do_not_hear_of_are_noticed(two_ranks, tmp_path):
     """Control: rows that the second group alone has trained."""
     found = two_ranks.run(partial(publications.live, groups=(2, 3), broken="averages"), tmp_path)
     assert all(life.different for life in found)
