@@ -7,33 +7,45 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from embershard.errors import SetupError
 
 
-def lazy_names(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: it imports, one by one, the names that the package's file imports for type
-    checkers, below `if TYPE_CHECKING`.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return the `__getattr__` and the `__all__` of a package: the first imports, one by one, the names that the
+    package's file imports for type checkers, below `if TYPE_CHECKING`; where that is `*`, all public functions of a
+    file.
 
     Args:
         package: its full name.
 
-    >>> lazy_names("embershard.data")("DataConfig")().kind
-    'synthetic'
+    >>> get, names = lazy_names("embershard.data")
+    >>> get("DataConfig")().kind, names[:2]
+    ('synthetic', ['AvazuConfig', 'Batch'])
     """
     module = ast.parse(inspect.getsource(sys.modules[package]))
     for_type_checkers = next(node.body for node in module.body if isinstance(node, ast.If))
     imports = [node for node in for_type_checkers if isinstance(node, ast.ImportFrom)]
-    homes = {name.name: str(node.module) for node in imports for name in node.names}
+    homes = {name: str(node.module) for node in imports for name in _imported(node)}
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return named(f"{homes[name]}:{name}")
 
-    return get
+    return get, sorted(homes)
+
+
+def _imported(node: ast.ImportFrom) -> list[str]:
+    names = [name.name for name in node.names]
+    if names != ["*"]:
+        return names
+    file = Path(__file__).parents[1].joinpath(*str(node.module).split(".")).with_suffix(".py")
+    functions = [each.name for each in ast.parse(file.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
+    return [name for name in functions if not name.startswith("_")]
 
 
 def named(place: str) -> Any:

@@ -16,8 +16,8 @@ def public_modules(project: Path) -> set[str]:
     """Return the modules whose names users import: packages of the first floor that list them, and the exceptions."""
     found = {"embershard.errors"}
     for file in (project / "embershard" / "__init__.py", *(project / "embershard").glob("*/__init__.py")):
-        names = [node.targets[0] for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)]
-        if any(isinstance(name, ast.Name) and name.id == "__all__" for name in names):
+        names = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name))
+        if any(name.id == "__all__" for name in names):
             found.add(".".join(file.parent.relative_to(project).parts))
     return found
 
