@@ -83,11 +83,12 @@ class SentTotals:
     gradients: float
     dense_all_reduce: float
     other: float
+    sync: float = 0  # in files of earlier versions; they counted it as other
     ranks: tuple[dict[str, int | float], ...]
 
     def over(self, count: float) -> SentBytes:
         """Return the bytes of one of `count` equal parts: steps, ranks."""
-        return SentBytes(self.ids, self.embeddings, self.gradients, self.dense_all_reduce, self.other).over(count)
+        return SentBytes(*(getattr(self, each.name) for each in dataclasses.fields(SentBytes))).over(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,11 +343,11 @@ def _look_ahead_rows(ahead: LookAheadTotals | None, run: RunResult) -> Iterator[
 def _sent_rows(totals: SentTotals, run: RunResult) -> Iterator[Row]:
     """Yield the bytes between ranks per rank and step; nothing for one rank."""
     sent = totals.over(run.parts)
-    kinds = [sent.ids, sent.embeddings, sent.gradients, sent.dense_all_reduce]
-    names = ("ids", "embeddings", "their gradients", "dense gradients")
-    shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=True))
-    if sum(kinds):
-        yield "between ranks", f"{size(sum(kinds))}", f"sent by a rank in a step: {shares}"
+    kinds = [sent.ids, sent.embeddings, sent.gradients, sent.dense_all_reduce, *([sent.sync] if sent.sync else [])]
+    names = ("ids", "embeddings", "their gradients", "dense gradients", "averages of groups")
+    shares = ", ".join(f"{size(each)} {name}" for each, name in zip(kinds, names, strict=False))
+    if sent.in_training:
+        yield "between ranks", f"{size(sent.in_training)}", f"sent by a rank in a step: {shares}"
 
 
 def _hot_cold_rows(packed: HotColdTotals | None, run: RunResult) -> Iterator[Row]:

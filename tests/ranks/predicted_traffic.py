@@ -132,7 +132,8 @@ def train(case: Case, plan: Path) -> tuple[SentBytes, CacheReport]:
 def sent_as_predicted(plan: Plan) -> dict[str, float]:
     """Bytes of a rank and step by kind, the mean of the ranks."""
     ranks = plan.prediction.ranks
-    return {kind: fmean(sum(rank.work[n] for n in names) for rank in ranks) for kind, names in SENT_KINDS.items()}
+    kinds = {kind: names for kind, names in SENT_KINDS.items() if kind != "sync"}  # which is of groups
+    return {kind: fmean(sum(rank.work[n] for n in names) for rank in ranks) for kind, names in kinds.items()}
 
 
 def compared(pool: RankPool, case: Case, world_size: int) -> tuple[Plan, dict[str, Pair]]:

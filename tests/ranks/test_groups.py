@@ -380,7 +380,7 @@ def traffic(sync_every: int) -> tuple[float, Any]:
         nonlocal sent
         before = sent_bytes()
         average(self, own)
-        sent += (sent_bytes() - before).other
+        sent += (sent_bytes() - before).sync
 
     with mock.patch.object(row_sync.RowSync, "_average", counted):
         groups.train_ours(model, group_case(dims=(32,) * 4))

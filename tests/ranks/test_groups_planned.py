@@ -16,6 +16,7 @@ from embershard.settings.decoding import to_toml
 from embershard.sharding.plan import Plan
 from embershard.sharding.sizes import PlacedShard
 from embershard.training.config import RunConfig
+from embershard.training.parts.counts import StepMetrics
 from embershard.training.trainer import Trainer
 from tests.covering import matrix
 from tests.ranks import groups
@@ -30,16 +31,18 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.extra]
 STEPS = 12
 
 
-def sent_for_averages(config: RunConfig) -> tuple[int, int, int]:
-    """On this rank: averages, bytes of the rows of all groups, and of this rank's keys."""
+def sent_for_averages(config: RunConfig) -> tuple[int, int, int, list[dict[str, int | float]]]:
+    """On this rank: averages, bytes of the rows of all groups, and of this rank's keys; and what result.json has of
+    each rank's bytes."""
     with groups.envs_are_kept():
         trainer = Trainer(config, here())
         for _ in trainer.train():
             pass
         assert isinstance(trainer.model, GroupedModelParallel)
         counts = trainer.model.sync_counts
+        found = trainer.of_parts(lambda part: part.result() if isinstance(part, StepMetrics) else {})
         trainer.close()
-    return counts.syncs, counts.row_bytes, counts.key_bytes
+    return counts.syncs, counts.row_bytes, counts.key_bytes, list(found["sent_bytes"].ranks)
 
 
 def planned(config: RunConfig, world_size: int) -> StepWork:
@@ -53,15 +56,18 @@ def planned(config: RunConfig, world_size: int) -> StepWork:
 
 @pytest.mark.parametrize(("num_groups", "sync_every"), [(2, 3), matrix(4, 4), matrix(2, 1), matrix(2, 12)])
 def test_averages_send_what_plans_predict(four_ranks: RankPool, num_groups: int, sync_every: int) -> None:
-    """Rows and keys within 5 %; a plan for averages twice as often is not."""
+    """Rows and keys within 5 %, and so are a result's bytes; those of averages twice as often are not."""
     config = config_of(num_groups, sync_every, steps=STEPS, data=small_data(6000, scale=0.001))
     found = four_ranks.run(sent_for_averages, config)
     size = 4 // num_groups
-    assert {syncs for syncs, _, _ in found} == {STEPS // sync_every}
-    assert len({rows for _, rows, _ in found[::size]}) == 1, "replicas average the same rows"
+    assert {syncs for syncs, *_ in found} == {STEPS // sync_every}
+    assert len({rows for _, rows, *_ in found[::size]}) == 1, "replicas average the same rows"
     share = 2 * (num_groups - 1) / num_groups
-    counted = sum(share * rows + (num_groups - 1) * keys for _, rows, keys in found[:size]) / STEPS
+    counted = sum(share * rows + (num_groups - 1) * keys for _, rows, keys, _ in found[:size]) / STEPS
     assert counted == pytest.approx(planned(config, 4).sent_sync_bytes, rel=0.05)
+    sent = sum(rank["sync"] for rank in found[0][-1][:size]) / STEPS
+    assert sent == pytest.approx(counted, rel=0.02), "what result.json says"
+    assert sent == pytest.approx(planned(config, 4).sent_sync_bytes, rel=0.05)
     if sync_every > 1:
         oftener = dataclasses.replace(config.sharding, sync_every=sync_every // 2)
         assert planned(dataclasses.replace(config, sharding=oftener), 4).sent_sync_bytes > 1.1 * counted

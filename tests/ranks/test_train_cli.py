@@ -40,7 +40,7 @@ RESULT_KEYS = {
 #: Of the run that most tests look at.
 STEPS = 105
 #: Bytes between ranks of the training; `other` has those of the reports themselves.
-SENT, OTHER = ("ids", "embeddings", "gradients", "dense_all_reduce"), {"sent_bytes_other"}
+SENT, OTHER = ("ids", "embeddings", "gradients", "dense_all_reduce", "sync"), {"sent_bytes_other"}
 LAST = f"checkpoints/step_{STEPS}"
 EMBERSHARD = [sys.executable, "-m", "embershard.commands.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -63,7 +63,8 @@ def test_a_result_of_the_version_before_formats_is_read(tmp_path: Path):
     old, result = json.loads(OLD.read_text()), RunResult.read(tmp_path)
     assert result.cache.ranks[1].tables["t_C1"].lookups == old["cache"]["ranks"][1]["tables"]["t_C1"]["lookups"] > 0
     assert result.quality["auc"] == old["auc"]
-    expected = {**old, **NEW, "look_ahead": {**old["look_ahead"], "files": None}}
+    inside = {"look_ahead": {**old["look_ahead"], "files": None}, "sent_bytes": {**old["sent_bytes"], "sync": 0}}
+    expected = {**old, **NEW, **inside}
     assert json.loads(json.dumps(result.to_dict())) == expected, "nothing of it is lost"
 
 
@@ -107,6 +108,18 @@ def test_memory_is_that_of_the_fullest_rank():
     on_cpu = RunResult.of(entries(memory=[{**each, "device_bytes": None} for each in ranks]))
     assert len(list(on_cpu.closing_rows())) == len(rows) - 1
     assert not [row for row in RunResult.of(entries()).closing_rows() if row[0] == "memory"], "earlier versions"
+
+
+def test_averages_of_groups_are_a_kind_of_bytes_where_there_are_groups():
+    def between_ranks(**sent: float) -> list[Row]:
+        found = RunResult.of(entries(sent_bytes={**entries()["sent_bytes"], **sent}))
+        return [row for row in found.closing_rows() if row[0] == "between ranks"]
+
+    ((_, alone, kinds),) = between_ranks()
+    ((_, with_groups, more),) = between_ranks(sync=RunResult.of(entries()).parts * 4096)
+    assert "averages" not in kinds
+    assert more == f"{kinds}, 4.00 KiB averages of groups"
+    assert (alone, with_groups) == ("4.88 KiB", "8.88 KiB")
 
 
 @pytest.mark.slow

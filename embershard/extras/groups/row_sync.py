@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from embershard.distributed.ranks import gather_into
-from embershard.distributed.traffic import counted_as_other
+from embershard.distributed.traffic import counted_as
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.groups.synced_rows import GroupsGuard, synced_rows
 from embershard.sharding.torchrec.compat import GroupedEnv
@@ -104,7 +104,7 @@ class RowSync:
             CacheError: an average before did not end.
         """
         self._guard.check()
-        with self._guard.change("averaging the rows that groups trained"), counted_as_other():
+        with self._guard.change("averaging the rows that groups trained"), counted_as("sync"):
             self._average([rows.take() for rows in self._rows])
             self._equal_at = self._steps
 

@@ -221,6 +221,8 @@ def moved(runs: Sequence[Run]) -> Section:
         missing.append("No run has a cache: no hit rates, no fills.")
     kinds = [field.name for field in fields(SentBytes)]
     sending = [run for run in runs if any(_has(run, f"sent_bytes_{kind}") for kind in kinds)]
+    if not any(_has(run, "sent_bytes_sync") for run in sending):
+        kinds.remove("sync")  # of groups alone
     if sending:
         sent = _figure(*(kind.replace("_", " ") for kind in kinds), runs=sending, columns=3, height=250)
         for run in sending:
@@ -232,6 +234,8 @@ def moved(runs: Sequence[Run]) -> Section:
             "ids": "Sent when a batch becomes known: with look-ahead the first report has more, the last one fewer.",
             "other": "Agreements, reports, checkpoints, evaluations.",
         }
+        if "sync" in kinds:
+            terms["sync"] = "Rows that groups average, and their numbers, in the mean of all steps."
         parts.append(PageFigure("Bytes between ranks", sent, note, terms))
     else:
         missing.append("No run sent bytes between ranks: all have one rank.")

@@ -16,7 +16,7 @@ from embershard.planning.cost.rates import PARTS
 from embershard.planning.simulate.step_replay import STRAGGLERS
 from embershard.stages import Stage
 
-_KINDS = ("ids", "embeddings", "gradients", "dense_all_reduce")
+_KINDS = ("ids", "embeddings", "gradients", "dense_all_reduce", "sync")
 _MOST_LABELS = 9
 _RANKS = "ranks (logarithmic)"
 _Value = Callable[[Point], "float | None"]

@@ -18,8 +18,9 @@ from embershard.sharding.plan import Plan, Prediction, RankPrediction, TablePred
 from embershard.sharding.shards import shards_of
 
 #: Promises about predictions: mean error of hit rates in points; of device bytes, bytes between ranks and step time the
-#: errors as shares.
+#: errors as shares. Rows between two averages of groups come from counts of rows, not of samples.
 PROMISED_POINTS, PROMISED_DEVICE_BYTES, PROMISED_SENT_BYTES, PROMISED_STEP_TIME = 2.0, 0.02, 0.02, 0.20
+PROMISED_SYNC_BYTES = 0.05
 _RATES = {"hit_rate_lookups": "lookups", "hit_rate_unique": "unique_ids"}  # each with the count that it is a share of
 _COUNTS = ("lookups", "unique_ids", "fills", "write_backs")
 #: Kinds of `SentBytes`, each with its names in `StepWork`.
@@ -28,6 +29,7 @@ SENT_KINDS = {
     "embeddings": ("sent_embedding_bytes", "network_embedding_bytes"),
     "gradients": ("sent_gradient_bytes", "network_gradient_bytes"),
     "dense_all_reduce": ("all_reduce_bytes",),
+    "sync": ("sent_sync_bytes", "network_sync_bytes"),
 }
 
 
@@ -136,7 +138,8 @@ class PlanComparison:
     Attributes:
         predicted_steps, measured_steps: steps that hit rates and counts are means over; 0 predicted: any number.
         step_seconds: the slowest rank's, and the run's median.
-        sent_bytes: of a rank in a step, on average, by the kinds of `SentBytes`; "other" is not predicted.
+        sent_bytes: of a rank in a step, on average, by the kinds of `SentBytes`; "other" is not predicted, and "sync"
+            is of groups alone.
         files: with rows in a file, the rows and pages that all ranks together move in a step, by the names of
             `FILE_COUNTS`; else empty.
         tables: of all ranks, the largest error first.
@@ -180,7 +183,7 @@ def compare(plan: Plan, run: RunResult) -> PlanComparison:
         _hit_rate_verdict("hit rate per lookup", tables, lambda table: table.traffic.hit_rate_lookups),
         _hit_rate_verdict("hit rate per unique id", tables, lambda table: table.traffic.hit_rate_unique),
         _device_verdict(ranks),
-        _sent_verdict(sent_bytes),
+        *_sent_verdicts(sent_bytes),
         _step_verdict(step_seconds, run),
     )
     return PlanComparison(
@@ -314,16 +317,20 @@ def _device_verdict(ranks: Sequence[RankComparison]) -> PromiseVerdict:
 def _sent_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
     """Return what a rank sends in a step, on average, by kind.
 
-    What some ranks send others receive, so the mean over ranks is that of the predicted links.
+    What some ranks send others receive, so the mean over ranks is that of the predicted links. Without groups, nothing
+    is averaged, and that kind is left out.
     """
-    if not run.measured_steps:
-        return dict.fromkeys((*SENT_KINDS, "other"), Pair(None, None))
-    sent = run.sent_bytes.over(run.parts)
-    pairs = {
-        kind: Pair(fmean(sum(rank.work.get(n, 0.0) for n in names) for rank in prediction.ranks), getattr(sent, kind))
-        for kind, names in SENT_KINDS.items()
-    }
-    return {**pairs, "other": Pair(None, sent.other)}
+    sent = run.sent_bytes.over(run.parts) if run.measured_steps else None
+
+    def pair(kind: str, names: Sequence[str]) -> Pair:
+        if sent is None:
+            return Pair(None, None)
+        return Pair(fmean(sum(rank.work.get(n, 0.0) for n in names) for rank in prediction.ranks), getattr(sent, kind))
+
+    pairs = {kind: pair(kind, names) for kind, names in SENT_KINDS.items()}
+    if not (pairs["sync"].predicted or pairs["sync"].measured):
+        del pairs["sync"]
+    return {**pairs, "other": Pair(None, None if sent is None else sent.other)}
 
 
 def _file_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
@@ -342,8 +349,14 @@ def _file_pairs(prediction: Prediction, run: RunResult) -> dict[str, Pair]:
     }
 
 
-def _sent_verdict(sent_bytes: Mapping[str, Pair]) -> PromiseVerdict:
-    what, promised = "bytes between ranks", 100 * PROMISED_SENT_BYTES
+def _sent_verdicts(sent_bytes: Mapping[str, Pair]) -> Iterator[PromiseVerdict]:
+    kinds = {"bytes between ranks": [kind for kind in sent_bytes if kind != "sync"], "bytes of averages": ["sync"]}
+    for (what, own), most in zip(kinds.items(), (PROMISED_SENT_BYTES, PROMISED_SYNC_BYTES), strict=True):
+        if found := {kind: sent_bytes[kind] for kind in own if kind in sent_bytes}:
+            yield _sent_verdict(what, found, 100 * most)
+
+
+def _sent_verdict(what: str, sent_bytes: Mapping[str, Pair], promised: float) -> PromiseVerdict:
     errors = {kind: abs(e) for kind, pair in sent_bytes.items() if (e := pair.relative_error) is not None}
     if not errors:
         return PromiseVerdict(what, None, promised, "%", "no step was counted")

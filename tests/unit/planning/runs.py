@@ -108,7 +108,7 @@ def sent_bytes(prediction: Prediction, factor: float = 1.0) -> dict[str, Any]:
     """What the ranks sent in a run as predicted, all together; with ``factor``, so many times the embeddings' part."""
     work = {name: sum(rank.work[name] for rank in prediction.ranks) * STEPS for name in prediction.ranks[0].work}
     tables = {f"{kind}s": work[f"sent_{kind}_bytes"] * factor for kind in ("id", "embedding", "gradient")}
-    return {**tables, "other": 1e9, "dense_all_reduce": work["all_reduce_bytes"], "ranks": []}
+    return {**tables, "other": 1e9, "dense_all_reduce": work["all_reduce_bytes"], "sync": 0, "ranks": []}
 
 
 def _measured(tables: list[TablePrediction]) -> dict[str, Any]:

@@ -115,6 +115,45 @@ def test_errors_of_two_kinds_do_not_make_up_for_each_other():
     assert "gradients, the worst kind" in found.detail
 
 
+def with_averages(plan: Plan, sent: float) -> Plan:
+    """The plan of a group of several, each of whose ranks sends so many bytes for averages in a step."""
+    assert plan.prediction is not None
+    work = {"sent_sync_bytes": sent / 4, "network_sync_bytes": sent * 3 / 4}
+    ranks = tuple(dataclasses.replace(rank, work={**rank.work, **work}) for rank in plan.prediction.ranks)
+    return dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, ranks=ranks))
+
+
+@pytest.mark.parametrize(("measured", "kept"), [(1.04, True), (1.06, False), (0.96, True)])
+def test_averages_of_groups_are_promised_apart(measured: float, kept: bool):
+    plan = with_averages(predicted_plan(), 400.0)
+    assert plan.prediction is not None
+    sent = sent_bytes(plan.prediction)
+    sent["sync"] = 400.0 * measured * STEPS * len(plan.prediction.ranks)
+    found = compared(plan, result_of(plan, sent_bytes=sent))
+    assert found.sent_bytes["sync"] == Pair(400, pytest.approx(400 * measured))
+    assert verdict(found, "bytes of averages").kept is kept
+    assert verdict(found, "bytes between ranks").error == 0
+    assert found.verdicts[-1].what == "step time"
+
+
+def test_without_groups_nothing_is_said_of_averages():
+    plan = predicted_plan()
+    for run in (result_of(plan), result_of(plan, measured_steps=0)):
+        found = compared(plan, run)
+        assert list(found.sent_bytes) == ["ids", "embeddings", "gradients", "dense_all_reduce", "other"]
+        assert "bytes of averages" not in [each.what for each in found.verdicts]
+
+
+def test_averages_that_only_one_of_plan_and_run_has_are_shown():
+    """A plan of an earlier version, or a run without groups by a plan with them."""
+    plan = predicted_plan()
+    assert plan.prediction is not None
+    measured = compared(plan, result_of(plan, sent_bytes={**sent_bytes(plan.prediction), "sync": 1e6}))
+    assert verdict(measured, "bytes of averages").kept is False
+    planned = with_averages(plan, 400.0)
+    assert compared(planned, result_of(planned)).sent_bytes["sync"] == Pair(400, 0)
+
+
 def test_a_run_without_steps_sent_nothing_to_compare():
     plan = predicted_plan()
     assert verdict(compared(plan, result_of(plan, measured_steps=0)), "bytes between ranks").kept is None

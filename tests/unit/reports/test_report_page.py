@@ -66,6 +66,18 @@ def test_curves_are_over_the_samples_trained(planned: Path):
     assert len(part(moved, "Bytes between ranks").data) == 5  # a panel for each kind
 
 
+def test_averages_have_a_panel_where_any_run_has_groups(planned: Path, uncached: Path):
+    lines = planned / "metrics.jsonl"
+    lines.write_text(lines.read_text().replace('"sent_bytes_ids"', '"sent_bytes_sync": 2097152.0, "sent_bytes_ids"'))
+    for folders in ((planned,), (uncached, planned)):
+        figure = part(measured.moved(runs_of(*folders)), "Bytes between ranks")
+        titles = [each.text for each in figure.layout.annotations]
+        assert titles == ["ids", "embeddings", "gradients", "dense all reduce", "other", "sync"]
+        assert lines_of(figure, "planned")[-1][1] == [2.0, 2.0]
+    alone = part(measured.moved(runs_of(uncached)), "Bytes between ranks")
+    assert "sync" not in [each.text for each in alone.layout.annotations]
+
+
 def test_the_heat_map_has_every_table_of_every_rank(planned: Path):
     figure = part(measured.caches(runs_of(planned)), "Hit rate per table and rank")
     (heat,) = figure.data
