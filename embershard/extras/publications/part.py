@@ -477,7 +477,6 @@ class Publishing(Part):
     """
 
     publisher: Publisher
-    _is_late = False  # it waits for groups' rows to be equal
 
     @property
     def _folder(self) -> Path:
@@ -511,9 +510,7 @@ class Publishing(Part):
         yield from publisher.reports()
 
     def after_step(self) -> Iterator[Report]:
-        is_due = self.publisher.is_due(self.run.steps) or self._is_late
-        self._is_late = is_due and not self.run.is_settled
-        if is_due and not self._is_late:
+        if self.is_time(self.publisher.is_due(self.run.steps)):
             self.publisher.cut(self.run.steps)
         yield from self.publisher.reports()
 

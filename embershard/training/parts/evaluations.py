@@ -40,7 +40,6 @@ class Evaluations(Part):
     _awaited: BestEvaluation | None = None  # its checkpoint is not there yet
     _judge: Judge
     _evaluator: Evaluator
-    _is_late = False  # due, and waiting for a step that may be evaluated
     _evaluated: int | None = None  # the step of the last evaluation of this process
 
     def check(self) -> None:
@@ -59,9 +58,7 @@ class Evaluations(Part):
     def after_step(self) -> Iterator[Report]:
         run, every = self.run, self.run.config.train.eval_every
         is_due = run.steps % every == 0 if every else run.config.judges and run.stream.ends_epoch(run.position)
-        is_due |= self._is_late
-        self._is_late = is_due and not run.is_settled
-        if is_due and run.is_settled and run.steps > 0 and not run.is_last and self._evaluated != run.steps:
+        if self.is_time(is_due) and run.steps > 0 and not run.is_last and self._evaluated != run.steps:
             yield from self._evaluate()
 
     def evaluate_at_end(self) -> Iterator[Report]:

@@ -172,6 +172,7 @@ class Part:
         sharder_options: for the sharder of the tables, set by `before_build`.
         stream_options: for the stream of training batches, set by `before_build`.
         is_settled: what was trained so far is the same on all ranks that have it; else a save or an evaluation waits.
+        is_late: what this part does between two steps was due, and waits for `is_settled` of all parts.
         identity: settings that are compared on a resume, beside those of the config; set by `before_build`.
     """
 
@@ -179,9 +180,16 @@ class Part:
     stream_options: Mapping[str, Any] = {}
     identity: Mapping[str, Any] = {}
     is_settled = True
+    is_late = False
 
     def __init__(self, run: Training) -> None:
         self.run = run
+
+    def is_time(self, is_due: bool) -> bool:
+        """Return True if what is due behind this step, or `is_late`, may be done now: all parts are settled."""
+        is_due |= self.is_late
+        self.is_late = is_due and not self.run.is_settled
+        return is_due and not self.is_late
 
     # -- before the first step
 

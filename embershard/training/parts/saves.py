@@ -63,7 +63,6 @@ class Saves(Part):
         self._ended: list[SaveReport | FailedSaveReport] = []  # of saves beside training, not yielded yet
         self._failure: FailedSaveError | None = None  # of the last step; raised once it is evaluated
         self._chain: SaveChain | None = None
-        self._is_due = False
 
     def after_build(self) -> None:
         """Track from now on what changes from save to save."""
@@ -98,9 +97,8 @@ class Saves(Part):
 
     def after_step(self) -> Iterator[SaveReport | FailedSaveReport]:
         run, every = self.run, self._config.every_steps
-        self._is_due |= every is not None and run.steps % every == 0
-        if run.checkpoints is not None and (self._is_due or self._is_wanted) and run.is_settled and not run.is_last:
-            self._is_due = False
+        is_due = self._is_wanted or (every is not None and run.steps % every == 0)
+        if run.checkpoints is not None and self.is_time(is_due) and not run.is_last:
             yield from self.start()
             run.supervision.agree(run.ranks)  # a step more would need another save
 
