@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,13 @@ class _Counter:
     def __init__(self) -> None:
         self.library: torch.library.Library | None = None
         self.totals = dict.fromkeys((field.name for field in dataclasses.fields(SentBytes)), 0.0)
-        self.only: str | None = None
 
     def add(self, name: str, num_bytes: float, is_integer: bool) -> None:
-        self.totals[self.only or _kind(name, is_integer)] += num_bytes
+        self.totals[_only.get() or _kind(name, is_integer)] += num_bytes
 
 
 _counter = _Counter()
+_only: ContextVar[str | None] = ContextVar("only", default=None)  # of a thread: another one sends beside the training
 
 
 def count_sent_bytes() -> None:
@@ -52,18 +53,18 @@ def sent_bytes() -> SentBytes:
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
     """Return a context, or a decorator of a function, of which all that it sends is of one kind of `SentBytes`."""
-    before, _counter.only = _counter.only, kind
+    before = _only.set(kind)
     try:
         yield
     finally:
-        _counter.only = before
+        _only.reset(before)
 
 
 def counted_by_hand(kind: str, num_bytes: float) -> AbstractContextManager[Any]:
     """Return a context of one operation that the caller counts, as so many bytes of a kind: its tensors have no
     gradients. A kernel would take 40 microseconds to count it (gloo, 2 ranks, Intel Xeon)."""
     if _counter.library is not None:
-        _counter.totals[_counter.only or kind] += num_bytes
+        _counter.totals[_only.get() or kind] += num_bytes
     return torch._C._AutoDispatchBelowAutograd()  # that kernel is autograd's
 
 
