@@ -60,6 +60,11 @@ class ShardingConfig:
     sync_every: OfTraining[int] = 1
     """Steps between averages of the groups' rows. Saves and evaluations wait for one."""
 
+    sync_delay: OfTraining[int] = 0
+    """Steps that an average is computed beside; rows get it behind them, and keep what they added. That hides the link
+    between groups. Averages before saves and evaluations have no delay: when these take place changes what is
+    trained."""
+
     moment_scale: OfTraining[float | None] = None
     """With groups, a factor on the sums of squares by whose root Adagrad divides: from 1 / groups to 1, as gradients of
     a group are means over fewer samples. Of "adagrad" and "rowwise_adagrad"."""
@@ -93,7 +98,7 @@ class ShardingConfig:
                 )
         if self.hot_bytes is not None and self.hot_bytes < 1:
             raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
-        if (self.groups, self.sync_every, self.moment_scale) != (1, 1, None):
+        if (self.groups, self.sync_every, self.sync_delay, self.moment_scale) != (1, 1, 0, None):
             named("embershard.extras.groups.settings:check_sharding")(self)
         limits = self.device_bytes if isinstance(self.device_bytes, tuple) else (self.device_bytes or 1,)
         if self.device_bytes == 0 or not limits or min(limits) < 1:

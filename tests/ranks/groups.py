@@ -103,14 +103,16 @@ def build_stock(case: Case, groups: int, hook: Callable[[Any], None] | None = No
     )
 
 
-def build_ours(case: Case, groups: int, sync_every: int, cached: bool = True) -> GroupedModelParallel:
+def build_ours(
+    case: Case, groups: int, sync_every: int, cached: bool = True, sync_delay: int = 0
+) -> GroupedModelParallel:
     """The same model in groups of ours."""
     torch.manual_seed(7)
     model, size = look_ahead.Model(case), dist.get_world_size() // groups
     sharders = parity.sharders_of(case, cached)
     plan = parity.plan_of(case, cached, model, sharders, size)
     with envs_are_kept():
-        return GroupedModelParallel(model, groups, plan, sharders, torch.device("cpu"), sync_every)
+        return GroupedModelParallel(model, groups, plan, sharders, torch.device("cpu"), sync_every, sync_delay)
 
 
 def snapshot(model: Any) -> dict[str, list[Tensor]]:

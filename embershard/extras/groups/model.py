@@ -42,6 +42,7 @@ class GroupedModelParallel(DistributedModelParallel):
         sharders: cached ones of embershard, TorchRec's own, or both.
         device: of this rank.
         sync_every: steps between averages.
+        sync_delay: steps that an average is computed beside, up to `sync_every`: see `RowSync`.
         rest: as `DistributedModelParallel` takes them.
 
     Raises:
@@ -57,6 +58,7 @@ class GroupedModelParallel(DistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]],
         device: torch.device | None = None,
         sync_every: int = 1,
+        sync_delay: int = 0,
         **rest: Any,
     ) -> None:
         device = torch.device(device or "cpu")
@@ -64,15 +66,20 @@ class GroupedModelParallel(DistributedModelParallel):
         env = shape.make_env(device)
         placed = shape.remapped(plan, env.global_rank, device)
         super().__init__(module, env=env, device=device, plan=placed, sharders=sharders, **rest)
-        self._row_sync = RowSync(self, env, sync_every)
+        self._row_sync = RowSync(self, env, sync_every, sync_delay)
 
-    def end_step(self) -> bool:
-        """Note a trained step; after every `sync_every`-th, average the rows, and return True. Collective."""
-        return self._row_sync.step()
+    def end_step(self, must_be_equal: bool = False) -> bool:
+        """Note a trained step; after every `sync_every`-th, average the rows. Return True if replicas are equal then:
+        with a `sync_delay` only if they `must_be_equal`. Collective."""
+        return self._row_sync.step(must_be_equal)
 
     def sync(self) -> None:
-        """Average the rows that were trained since the last time. Collective."""
+        """Average the rows that were trained since the last time, at once. Collective."""
         self._row_sync.sync()
+
+    def close(self) -> None:
+        """Wait for an average that is computed beside the steps, and drop it: nothing is trained any more."""
+        self._row_sync.close()
 
     @property
     def rows_are_equal(self) -> bool:

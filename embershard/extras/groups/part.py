@@ -37,7 +37,8 @@ class RowAverages(Part):
         self._model.begin_behind(saved.step)
 
     def after_step(self) -> Iterable[Report]:
-        self._model.end_step()
+        is_awaited = self.run.supervision.must_stop or any(part.is_late for part in self.run.parts)
+        self._model.end_step(must_be_equal=is_awaited)
         return ()
 
     def at_end(self) -> Iterable[Report]:
@@ -46,8 +47,15 @@ class RowAverages(Part):
             self._model.sync()
         return ()
 
+    def close(self) -> None:
+        model = getattr(self.run, "model", None)  # None: the run was not built
+        if isinstance(model, GroupedModelParallel):
+            model.close()
+
     def notes(self) -> list[str]:
         config, size = self.run.config.sharding, self.run.ranks.world_size // self.run.config.sharding.groups
         every = "every step" if config.sync_every == 1 else f"every {config.sync_every} steps"
+        if config.sync_delay:
+            every += ", beside " + ("1 step" if config.sync_delay == 1 else f"{config.sync_delay} steps")
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         return [f"{config.groups} groups of {ranks} average the rows that they train, {every}."]

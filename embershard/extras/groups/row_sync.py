@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from embershard.distributed.ranks import gather_into
 from embershard.distributed.traffic import counted_as
 from embershard.errors import ConfigError, ShardingError
+from embershard.extras.groups.late_average import LateAverage, group_beside, moved
 from embershard.extras.groups.synced_rows import GroupsGuard, synced_rows
 from embershard.sharding.torchrec.compat import GroupedEnv
 from embershard.stages import is_stage
@@ -21,6 +23,9 @@ from embershard.stages import is_stage
 CHUNK_BYTES = 64 << 20
 #: Rows are keyed by int32 on the way.
 _MOST_ROWS = 1 << 31
+_AVERAGING = "averaging the rows that groups trained"
+#: Rows that travel together: pairs of a pool's number and some of its keys.
+_Chunk = list[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,14 @@ class SyncCounts:
         return SyncCounts(self.syncs + 1, self.rows + rows, self.row_bytes + row_bytes, self.key_bytes + key_bytes)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """An average that is computed beside steps: behind which one it began, and its rows."""
+
+    step: int
+    chunks: list[_Chunk]
+
+
 class RowSync:
     """Averages rows over the groups of a sharded model: weights and optimizer states of every row that any group
     trained since the last average. After it replicas are equal, bit for bit, in slots and in host memory. A row that
@@ -56,20 +69,30 @@ class RowSync:
     Args:
         model: sharded with the environment of `Groups`, before anything is trained.
         sync_every: steps between averages.
+        sync_delay: steps that an average is computed beside; rows then get the mean, and keep what those steps added to
+            them. 0: nothing is trained meanwhile.
 
     Attributes:
         counts: what was moved so far.
 
     Raises:
-        ConfigError: a table is of a kind that cannot be averaged.
+        ConfigError: a number of steps is out of range, or a table is of a kind that cannot be averaged.
         ShardingError: the replicas do not have the same tables, shards and states, on all ranks.
     """
 
-    def __init__(self, model: nn.Module, env: GroupedEnv, sync_every: int = 1) -> None:
-        if sync_every < 1:
-            raise ConfigError(f"sync_every: got {sync_every}, needed 1 or more steps")
+    def __init__(self, model: nn.Module, env: GroupedEnv, sync_every: int = 1, sync_delay: int = 0) -> None:
+        if not 0 <= sync_delay <= sync_every or sync_every < 1:
+            raise ConfigError(
+                f"got sync_every={sync_every}, sync_delay={sync_delay}; needed 1 or more steps between averages, and 0 "
+                "to as many that an average is computed beside"
+            )
         self._group, self._every, self._device = env.replica_pg, sync_every, torch.device(env.device_mesh.device_type)
-        self._number = dist.get_world_size(self._group)
+        self._number, self._delay = dist.get_world_size(self._group), sync_delay
+        self._late = None
+        if sync_delay:
+            group = group_beside(env)
+            self._late = LateAverage(self._device, counted_as("sync")(lambda parts: mean_over(parts, group)))
+        self._begun: _Begun | None = None
         self._guard = GroupsGuard(f"rank {env.global_rank}, rows of all groups")
         self._rows = synced_rows(model, self._guard)
         self.counts, self._steps, self._equal_at = SyncCounts(), 0, 0
@@ -81,17 +104,27 @@ class RowSync:
         """True where no step was trained since the last average."""
         return self._steps == self._equal_at
 
-    def step(self) -> bool:
-        """Note a trained step; average after every `sync_every`-th. Return True if it did. Collective; call it on all
-        ranks after the optimizers' steps."""
+    def step(self, must_be_equal: bool = False) -> bool:
+        """Note a trained step; average after every `sync_every`-th. Return True if replicas are equal then. Collective;
+        call it on all ranks after the optimizers' steps.
+
+        Args:
+            must_be_equal: an average that begins here is not computed beside other steps.
+        """
         self._steps += 1
-        if self._steps % self._every:
-            return False
-        self.sync()
-        return True
+        is_due = self._steps % self._every == 0
+        if is_due and (must_be_equal or not self._delay):
+            self.sync()
+            return True
+        if self._begun is not None and self._steps >= self._begun.step + self._delay:
+            self._end_late()
+        if is_due:
+            self._begin_late()
+        return False
 
     def begin_behind(self, steps: int) -> None:
         """Note that equal rows were loaded, of a model that has trained so many steps."""
+        self.close()
         for rows in self._rows:
             rows.take()
         self._steps = self._equal_at = steps
@@ -103,10 +136,41 @@ class RowSync:
         Raises:
             CacheError: an average before did not end.
         """
+        if self._begun is not None:
+            self._end_late()
         self._guard.check()
-        with self._guard.change("averaging the rows that groups trained"), counted_as("sync"):
+        with self._guard.change(_AVERAGING), counted_as("sync"):
             self._average([rows.take() for rows in self._rows])
             self._equal_at = self._steps
+
+    @is_stage("averages")
+    def _begin_late(self) -> None:
+        """Read the rows of an average, which other steps are trained beside."""
+        assert self._late is not None, "averages have a delay"
+        self._guard.check()
+        with self._guard.change(_AVERAGING), counted_as("sync"):
+            chunks = list(self._to_average([rows.take() for rows in self._rows]))
+            self._late.begin([self._select(chunk) for chunk in chunks])
+            self._begun = _Begun(self._steps, chunks)
+
+    @is_stage("averages")
+    def _end_late(self) -> None:
+        """Wait for the means, and give them to the rows."""
+        late, begun = self._late, self._begun
+        assert late is not None, "averages have a delay"
+        assert begun is not None, "an average has begun"
+        self._guard.check()
+        with self._guard.change(_AVERAGING):
+            chunks, self._begun = begun.chunks, None
+            for chunk, (before, means) in zip(chunks, late.end(), strict=True):
+                now = self._select(chunk)
+                self._replace(chunk, [moved(*each) for each in zip(now, before, means, strict=True)])
+
+    def close(self) -> None:
+        """Wait for an average that is computed beside the steps, and drop it."""
+        begun, self._begun = self._begun, None
+        if begun is not None and self._late is not None:
+            self._late.end()
 
     # -- how
 
@@ -151,19 +215,28 @@ class RowSync:
 
     def _average(self, own: Sequence[Tensor]) -> None:
         """Average the rows whose keys any replica gives."""
+        for chunk in self._to_average(own):
+            self._replace(chunk, mean_over(self._select(chunk), self._group))
+
+    def _to_average(self, own: Sequence[Tensor]) -> Iterator[_Chunk]:
+        """Yield the rows whose keys any replica gives, and count them."""
         keys = union_of_keys(own, self._group, self._device)
-        for chunk in self._chunks(keys):
-            rows = [self._rows[number].select(some) for number, some in chunk]
-            means = iter(mean_over([part for parts in rows for part in parts], self._group))
-            for (number, some), parts in zip(chunk, rows, strict=True):
-                self._rows[number].replace(some, [next(means) for _ in parts])
         sizes = [(each.numel(), each.numel() * rows.row_bytes) for each, rows in zip(keys, self._rows, strict=True)]
         num_rows, num_bytes = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+        yield from self._chunks(keys)
         self.counts = self.counts.plus(num_rows, num_bytes, 4 * sum(each.numel() for each in own))
 
-    def _chunks(self, keys: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
-        """Yield rows that travel together: pairs of a pool's number and some of its keys."""
-        chunk, most = list[tuple[int, Tensor]](), CHUNK_BYTES // self._number
+    def _select(self, chunk: _Chunk) -> list[Tensor]:
+        return [part for number, some in chunk for part in self._rows[number].select(some)]
+
+    def _replace(self, chunk: _Chunk, parts: list[Tensor]) -> None:
+        given = iter(parts)
+        for number, some in chunk:
+            self._rows[number].replace(some, list(islice(given, self._rows[number].num_parts)))
+
+    def _chunks(self, keys: Sequence[Tensor]) -> Iterator[_Chunk]:
+        """Yield the rows in parts that fit into memory."""
+        chunk, most = _Chunk(), CHUNK_BYTES // self._number
         room = most
         for number, of_pool in enumerate(keys):
             row_bytes = max(1, self._rows[number].row_bytes)

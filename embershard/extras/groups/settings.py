@@ -32,7 +32,13 @@ def check_sharding(config: ShardingConfig) -> None:
             f"sharding.groups={config.groups}, sync_every={config.sync_every}, moment_scale={config.moment_scale}: "
             "needed 1 group or more, 1 step or more, and a factor above 0 and up to 1."
         )
-    for name, default in (("sync_every", 1), ("moment_scale", None)) if config.groups == 1 else ():
+    if not 0 <= config.sync_delay <= config.sync_every:
+        raise ConfigError(
+            f"sharding.sync_delay: got {config.sync_delay}, needed 0 to sync_every={config.sync_every} steps, as an "
+            "average ends before the next one begins."
+        )
+    alone = {"sync_every": 1, "sync_delay": 0, "moment_scale": None}
+    for name, default in alone.items() if config.groups == 1 else ():
         if getattr(config, name) != default:
             raise ConfigError(f"sharding.{name} has no effect with one group. Set sharding.groups, or remove it.")
     if config.groups > 1 and config.mode != "sharded":
@@ -47,9 +53,9 @@ def check_run(config: RunConfig) -> None:
     problems = {
         'tables that take any id (the mapping "ids" or "text_ids"): which row an id has follows from the batches of a '
         "group, so replicas' rows would be of other ids": config.data.has_ids,
-        f"data in the order of their times and sharding.sync_every = {config.sharding.sync_every}: a window is "
-        "evaluated before any step of its samples, when replicas differ": (
-            config.data.is_in_time_order and config.sharding.sync_every > 1
+        f"data in the order of their times and sharding.sync_every = {config.sharding.sync_every}, sync_delay = "
+        f"{config.sharding.sync_delay}: a window is evaluated before any step of its samples, when replicas differ": (
+            config.data.is_in_time_order and (config.sharding.sync_every, config.sharding.sync_delay) != (1, 0)
         ),
     }
     for problem, holds in problems.items():

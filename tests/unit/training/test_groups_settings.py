@@ -35,6 +35,9 @@ pytestmark = pytest.mark.extra
     [
         ({"groups": 0}, "needed 1 group or more"),
         ({"groups": 2, "sync_every": 0}, "1 step or more"),
+        ({"groups": 2, "sync_every": 2, "sync_delay": 3}, "needed 0 to sync_every=2 steps"),
+        ({"sync_delay": 1, "sync_every": 2}, "sharding.sync_every has no effect with one group"),
+        ({"sync_delay": 1}, "sharding.sync_delay has no effect with one group"),
         ({"groups": 2, "moment_scale": 1.5}, "a factor above 0 and up to 1"),
         ({"sync_every": 4}, "sharding.sync_every has no effect with one group"),
         ({"moment_scale": 0.5}, "sharding.moment_scale has no effect with one group"),

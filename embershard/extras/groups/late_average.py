@@ -1,0 +1,90 @@
+"""`LateAverage`: an average of rows that is computed beside the steps behind it, and arrives some of them later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embershard.distributed.ranks import keep_gloo_to_one_core
+from embershard.pipeline.worker import CacheWorker
+from embershard.sharding.torchrec.compat import GroupedEnv
+
+
+class LateAverage:
+    """Computes one average at a time, in a thread, and on a GPU on a stream, of its own.
+
+    Rows are read when the average begins. Steps train on meanwhile; where it ends, they keep what they trained
+    (`moved`).
+
+    Args:
+        device: of this rank.
+        mean: returns the means of parts of rows over the groups. Collective; nothing else may use its process group
+            while it runs.
+
+    Attributes:
+        is_running: an average was begun and did not end.
+    """
+
+    def __init__(self, device: torch.device, mean: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        self._mean, self._worker = mean, CacheWorker(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._before: list[list[Tensor]] = []
+        self._means: list[list[Tensor]] = []
+        self.is_running = False
+
+    def begin(self, before: list[list[Tensor]]) -> None:
+        """Begin the average of parts of rows, which are its own."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._before, self._means = before, []
+        self.is_running = True
+        self._worker.start(self._average)
+
+    def _average(self) -> None:
+        with self._on_stream():
+            self._means = [self._mean(parts) for parts in self._before]
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def end(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Wait for the average that was begun; return the parts that it was given, and their means.
+
+        Raises:
+            Exception: that of a collective, once.
+        """
+        self._worker.join()
+        self.is_running = False
+        self._worker.check()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        found = list(zip(self._before, self._means, strict=True))
+        self._before, self._means = [], []
+        return found
+
+
+def group_beside(env: GroupedEnv) -> dist.ProcessGroup:
+    """Return a process group of this rank's replicas for a thread of its own: that of `env` may be the one that the
+    training uses, and the order of what is sent in a group must be the same on all ranks. Collective, on all ranks."""
+    group, _ = dist.new_subgroups_by_enumeration(env.device_mesh.mesh.T.tolist())
+    if env.device_mesh.device_type == "cpu":
+        keep_gloo_to_one_core(group)
+    return group
+
+
+def moved(now: Tensor, before: Tensor, mean: Tensor) -> Tensor:
+    """Return rows that steps changed since an average began, with the average: numbers that are still what they were
+    are the mean, bit for bit, so that replicas have equal ones; others keep what the steps added. Small types are added
+    up as fp32.
+
+    >>> before, mean = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    >>> moved(torch.tensor([1.0, 2.5]), before, mean).tolist()
+    [3.0, 4.5]
+    """
+    wide = torch.float32 if now.dtype in (torch.float16, torch.bfloat16) else now.dtype
+    added = now.to(wide) + (mean.to(wide) - before.to(wide))
+    return torch.where(now == before, mean, added.to(now.dtype))
