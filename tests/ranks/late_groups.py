@@ -28,12 +28,12 @@ class Later:
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         if self.ends:
             for tensor, (before, mean) in zip(tensors, self._noted.pop(0), strict=True):
-                changed = tensor + (mean - before)
-                tensor.copy_(torch.where(tensor == before, mean, changed))
+                changed = tensor.float() + (mean.float() - before.float())  # rounded once
+                tensor.copy_(torch.where(tensor == before, mean, changed.to(tensor.dtype)))
             return
         noted = []
         for tensor in tensors:
-            copies = torch.empty(self._env.replica_pg.size(), *tensor.shape)
+            copies = tensor.new_empty(self._env.replica_pg.size(), *tensor.shape)
             dist.all_gather_into_tensor(copies.view(-1), tensor.contiguous().view(-1), group=self._env.replica_pg)
             total = copies[0].clone()
             for other in copies[1:]:
