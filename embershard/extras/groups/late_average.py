@@ -24,9 +24,6 @@ class LateAverage:
         device: of this rank.
         mean: returns the means of parts of rows over the groups. Collective; nothing else may use its process group
             while it runs.
-
-    Attributes:
-        is_running: an average was begun and did not end.
     """
 
     def __init__(self, device: torch.device, mean: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
@@ -34,14 +31,12 @@ class LateAverage:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._before: list[list[Tensor]] = []
         self._means: list[list[Tensor]] = []
-        self.is_running = False
 
     def begin(self, before: list[list[Tensor]]) -> None:
         """Begin the average of parts of rows, which are its own."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._before, self._means = before, []
-        self.is_running = True
         self._worker.start(self._average)
 
     def _average(self) -> None:
@@ -58,13 +53,17 @@ class LateAverage:
             Exception: that of a collective, once.
         """
         self._worker.join()
-        self.is_running = False
         self._worker.check()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         found = list(zip(self._before, self._means, strict=True))
         self._before, self._means = [], []
         return found
+
+    def drop(self) -> None:
+        """Wait for the average that was begun, if any, and forget it, even one that failed."""
+        self._worker.join()
+        self._before, self._means, self._worker.failure = [], [], None
 
 
 def group_beside(env: GroupedEnv) -> dist.ProcessGroup:

@@ -168,9 +168,9 @@ class RowSync:
 
     def close(self) -> None:
         """Wait for an average that is computed beside the steps, and drop it."""
-        begun, self._begun = self._begun, None
-        if begun is not None and self._late is not None:
-            self._late.end()
+        self._begun = None
+        if self._late is not None:
+            self._late.drop()
 
     # -- how
 
