@@ -100,6 +100,47 @@ def test_rows_known_ahead_have_the_same_bits_and_no_route(two_ranks: RankPool) -
     assert all(ways == {"TorchRecExchange": case.steps} for _, ways in found)
 
 
+#: What TorchRec and FBGEMM make of their own types on gloo: "replaced" by fp16, "fails" in the first batch.
+SIDES = ("embeddings", "gradients")
+ON_SUMS = {"int8": "fails", "fp8": "replaced", "mx4": "replaced"}
+ONE_BY_ONE = {"int8": "", "fp8": "fails", "mx4": ""}
+
+
+@pytest.mark.parametrize(
+    ("case", "cached", "outcomes"),
+    [
+        (Case(sharding="row_wise"), True, ON_SUMS),
+        (Case(sharding="table_wise"), True, ONE_BY_ONE),
+        matrix(Case(sharding="table_row_wise"), False, ON_SUMS),
+        matrix(Case(sharding="column_wise"), False, ONE_BY_ONE),
+        matrix(Case(sharding="row_wise", sequence=True), True, ONE_BY_ONE),
+        (Case(sharding="row_wise", exchange="rows"), True, ONE_BY_ONE),
+    ],
+    ids=["sums", "rows of whole tables", "sums, stock", "columns, stock", "sequences", "distinct rows"],
+)
+def test_what_torchrec_replaces_is_refused(two_ranks: RankPool, case: Case, cached: bool, outcomes) -> None:
+    """And what fails in the first batch; what TorchRec does is seen with the check left out. Other types pass it."""
+    case = dataclasses.replace(case, dims=(32,) * 4, steps=3, init_seed=3, ratio=0.5)
+    asked = {(kind, side): (kind, "fp32")[:: 1 - 2 * side] for kind in ("fp16", *outcomes) for side in (0, 1)}
+    types = [("fp32", "fp32"), ("fp16", "fp16"), *asked.values()]
+    unchecked = two_ranks.run(wire_types.with_torchrec_s, case, types, cached, False)
+    checked = two_ranks.run(wire_types.with_torchrec_s, case, types, cached, True)
+    for found, free in zip(checked, unchecked, strict=True):
+        for (kind, side), pair in asked.items():
+            assert free[pair] != free["fp32", "fp32"], "it sends something else"
+            expected = outcomes.get(kind, "")
+            if not expected:
+                assert found[pair] == free[pair]
+                assert isinstance(found[pair], list)
+                continue
+            half = free[("fp16", "fp32")[:: 1 - 2 * side]]
+            assert isinstance(free[pair], str) if expected == "fails" else free[pair] == half
+            assert str(found[pair]).startswith("ConfigError: got a qcomm_codecs_registry of TorchRec's that does not")
+            assert f"['t0', 't1', 't2', 't3'] it has {kind} for {SIDES[side]}" in str(found[pair])
+            assert 'WireTypes("int8", "fp8")' in str(found[pair])
+            assert ("replaces by fp16" in str(found[pair])) == (expected == "replaced")
+
+
 BATCH, DIM, TABLES = 16, 16, 4
 
 

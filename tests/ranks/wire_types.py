@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -31,8 +34,9 @@ from embershard.errors import EmbershardError
 from embershard.extras.wire_types import WireTypes
 from embershard.extras.wire_types.encoding import WIRE_TYPES
 from embershard.pipeline.pipelined_forward import sharded_modules
+from embershard.sharding.torchrec import sharders
 from embershard.training.config import TrainConfig
-from tests.ranks import planned
+from tests.ranks import parity, planned
 from tests.ranks.parity import OPTIMIZERS, Case, LinearModel, batches, build, differences, losses_of, snapshot
 from tests.small_runs import small_run
 
@@ -228,6 +232,28 @@ class Reference:
         return found
 
 
+def with_torchrec_s(
+    case: Case, types: Sequence[tuple[str, str]], cached: bool, is_checked: bool
+) -> dict[tuple[str, str], str | list[float]]:
+    """By types of embeddings and gradients: losses of a training with TorchRec's registry for a CPU, or what it says.
+
+    Args:
+        is_checked: by our sharders, as in a program.
+    """
+    found: dict[tuple[str, str], str | list[float]] = {}
+    unchecked = mock.patch.object(sharders, "check_codecs")
+    for pair in types:
+        config = QCommsConfig(*map(CommType, pair))
+        registry = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+        given = mock.patch.object(parity, "comm_codecs", return_value=registry)
+        with nullcontext() if is_checked else unchecked, given:
+            try:
+                found[pair] = parity.train(build(case, cached), case)
+            except (EmbershardError, AssertionError, RuntimeError) as error:
+                found[pair] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def exchanges_left(case: WireCase) -> int:
     """How many batches' exchanges are left of a training, without a search for garbage."""
     model = build(case, True, KeptRows)
@@ -261,9 +287,9 @@ def message_of(problem: str) -> str:
         elif problem == "TorchRec's own sharder":
             model: Any = KeptRows(case)
             device = torch.device("cpu")
-            sharders = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=WireTypes("int8", "int8"))]
-            plan = plan_sharding(model, sharders, world_size=2, local_world_size=2, device="cpu")
-            model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+            stock = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=WireTypes("int8", "int8"))]
+            plan = plan_sharding(model, stock, world_size=2, local_world_size=2, device="cpu")
+            model = DistributedModelParallel(model, device=device, plan=plan, sharders=stock)
             model(*next(steps(case, dist.get_rank())))
         else:
             features, coefficients = next(steps(case, dist.get_rank()))

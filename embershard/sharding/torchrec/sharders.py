@@ -148,6 +148,7 @@ class _Cached:
             )
         device_type = torch.device(device or "cpu").type
         modes = tuple(mode for mode in self._modes if env.world_size > 1 or not mode.needs_ranks)
+        check_codecs(self.qcomm_codecs_registry, env, module, params, device_type, modes)  # type: ignore[attr-defined]
         check_groups(module, params, device_type, modes)
         for mode in modes:
             mode.check_module(module, device)
@@ -155,17 +156,8 @@ class _Cached:
                 raise ConfigError(f"{mode} with groups of ranks: {_NO_REPLICAS}. Leave one of the two out")
         self._warn_without_cache(params)
         init = None if self._init_seed is None else CounterInit.of_module(module, self._init_seed)
-        spec = CacheSpec.make(
-            self._cache,
-            self._profile,
-            params,
-            global_rank(env),
-            self._plan,
-            device_type,
-            init,
-            modes,
-            env.rank,
-        )
+        places = (self._plan, device_type, init, modes, env.rank)
+        spec = CacheSpec.make(self._cache, self._profile, params, global_rank(env), *places)
         sharded = new_sharded_module(
             cls,
             module,
@@ -368,8 +360,11 @@ class _FromSeed:
 
         Raises:
             ShardingError: on a CPU, a rank has no row of some tables, which ends a process in FBGEMM.
+            ConfigError: the registry has types that TorchRec replaces, or that fail in the first batch.
         """
-        check_groups(module, params, torch.device(device or "cpu").type)
+        device_type = torch.device(device or "cpu").type
+        check_codecs(self.qcomm_codecs_registry, env, module, params, device_type)  # type: ignore[attr-defined]
+        check_groups(module, params, device_type)
         sharded = super().shard(module, params, env, device, *args, **kwargs)  # type: ignore[misc]
         if isinstance(self.qcomm_codecs_registry, ModuleCodecs):  # type: ignore[attr-defined]
             self.qcomm_codecs_registry.put_into(sharded)  # type: ignore[attr-defined]
@@ -461,6 +456,15 @@ class ModuleCodecs(dict[str, Any]):
     def put_into(self, sharded: Any) -> None:
         """Let the exchanges of a sharded module use them."""
         raise NotImplementedError
+
+
+def check_codecs(registry: Any, env: ShardingEnv, *of_module: Any) -> None:
+    """Check codecs of TorchRec's that send bytes, before anything is built: some it replaces, and some fail."""
+    if env.world_size == 1 or registry is None or isinstance(registry, ModuleCodecs):
+        return
+    codecs = [codec for pair in registry.values() for codec in (pair.forward, pair.backward)]
+    if any(codec.quantized_dtype == torch.uint8 for codec in codecs):
+        named("embershard.extras.wire_types.stock_codecs:check")(registry, *of_module)
 
 
 def comm_codecs(config: ShardingConfig, device: torch.device) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.types import CommOp
 
 from embershard.errors import ConfigError
@@ -12,7 +16,7 @@ from embershard.extras.wire_types import WireTypes
 from embershard.extras.wire_types.codecs import RowCodec
 from embershard.extras.wire_types.encoding import WIRE_TYPES
 from embershard.sharding.config import ShardingConfig
-from embershard.sharding.torchrec.sharders import comm_codecs
+from embershard.sharding.torchrec.sharders import check_codecs, comm_codecs
 
 pytestmark = pytest.mark.extra
 
@@ -130,6 +134,27 @@ def test_bf16_beside_them_is_for_gpus_too():
     with pytest.raises(ConfigError, match=r'sharding.backward_dtype: got "bf16", .* would round to fp16. On'):
         comm_codecs(config, torch.device("cpu"))
     assert isinstance(comm_codecs(config, torch.device("cuda", 0)), WireTypes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "comm_ops", "device", "ranks", "says"),
+    [
+        ("fp8", None, "cpu", 2, "tables ['t'] it has fp8 for embeddings, which TorchRec replaces by fp16 where sums"),
+        ("mx4", None, "cuda", 2, "mx4 for gradients, which TorchRec replaces by bf16 where sums are added up"),
+        ("int8", None, "cuda", 2, "it has int8 for embeddings, with which TorchRec fails in the first batch"),
+        ("int8", None, "cpu", 1, ""),
+        ("mx4", [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL], "cpu", 2, ""),
+        ("fp16", None, "cpu", 2, ""),
+    ],
+)
+def test_torchrec_s_types_are_checked_for_row_wise_tables(asked, comm_ops, device, ranks, says):
+    """On GPUs, too. One rank sends nothing; a registry without sums sends these in fp32."""
+    registry = get_qcomm_codecs_registry(QCommsConfig(CommType(asked), CommType(asked)), comm_ops, torch.device(device))
+    env = SimpleNamespace(world_size=ranks)
+    params = {"t": SimpleNamespace(sharding_type="row_wise"), "u": SimpleNamespace(sharding_type="data_parallel")}
+    with pytest.raises(ConfigError) if says else nullcontext() as error:
+        check_codecs(registry, env, SimpleNamespace(), params, device)
+    assert says in str(error and error.value)
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones():
