@@ -53,7 +53,7 @@ def _counted() -> Iterator[Counter[tuple[str, str]]]:
     local, rank = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_rank()
 
     def add(name: str, value: Tensor, group: Any, to_each: Callable[[list[int]], dict[int, float]]) -> None:
-        if traffic._counter.only == "other":  # no part of training
+        if traffic._only.get() == "other":  # no part of training
             return
         kind = traffic._kind(name, value.dtype in (torch.int32, torch.int64))
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
