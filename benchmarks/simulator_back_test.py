@@ -38,7 +38,8 @@ from embershard.extras.calibrate.calibrate import measure, reference_setting, su
 from embershard.extras.calibrate.reference_steps import Segment, Segments
 from embershard.extras.what_if.simulate_scaling import simulate_plan, simulate_run
 from embershard.frequency import FrequencyProfile
-from embershard.frequency.assumed import assumed_statistics
+from embershard.frequency.assumed import AssumedTable, assumed_statistics
+from embershard.models.dense_size import DenseSize
 from embershard.planning.cost.back_test import PUBLIC_POINTS, PublicPoint
 from embershard.planning.cost.topology import Topology, load_topology
 from embershard.planning.make_plan import make_plan
@@ -139,8 +140,10 @@ NOT_SIMULATED = {
     "TorchRec EMS (2,855 to 4,673 ms, P90)": "several steps; the dense part is not published",
     "Fused EBC on a V100 (1.9, 6, 62 ms a step of 64 samples)": "a module alone, so small that the host decides, whose "
     "work for a lookup alone is not measured here; rows in UVM come by page faults, which embershard has none of",
-    "Pinterest 2026 (1.13x, 1.21x; 2.0x, 3.9x, 7.5x)": "neither the model nor the bytes per step are published",
-    "Meta 2D (near linear to 4k GPUs)": "no figure; 2D groups are not among the plans",
+    "Pinterest 2026 (1.13x, 1.21x; 2.0x, 3.9x, 7.5x)": "neither the model nor the bytes per step are published: bounds "
+    "are in benchmarks/public_groups.py",
+    "dlrm#356 (two nodes of 8 A100: 18 it/s became 3)": "as above",
+    "Meta 2D (near linear to 4k GPUs)": "no figure",
 }
 #: Rows of the tables in the dlrm README's runs.
 DLRM_ROWS = (
@@ -277,17 +280,7 @@ def _public(point: PublicPoint) -> dict[str, Any]:
         replace(table, num_rows=count, bag_size=table.bag_size if assumed.bags else 1)
         for table, count in zip(tables, rows, strict=True)
     ]
-    size = ModelSize(
-        tables=tuple(
-            TableSize(t.table, t.num_rows, dim, state_bytes_per_column=assumed.table_state_bytes) for t in tables
-        ),
-        dense_flops_per_sample=dense.flops_per_sample,
-        dense_parameter_bytes=dense.parameter_bytes,
-        dense_state_bytes=dense.parameter_bytes,
-        activation_bytes_per_sample=dense.activation_bytes_per_sample,
-        products=dense.products,
-        passes=dense.passes,
-    )
+    size = model_size(tables, dim, dense, assumed.table_state_bytes)
     shape = RunShape(
         topology.world_size,
         topology.ranks_per_node,
@@ -309,6 +302,19 @@ def _public(point: PublicPoint) -> dict[str, Any]:
     assert found.parts is not None, found.problem
     told = replace(point, simulated=round(found.samples_per_second), limited_by=found.limit)
     return _compared(told, found.step_seconds, found.parts, topology.rates_for().step_overhead_seconds)
+
+
+def model_size(tables: Sequence[AssumedTable], dim: int, dense: DenseSize, table_state_bytes: int) -> ModelSize:
+    """Return the size of a model of others, with so many bytes of optimizer state for each number of a row."""
+    return ModelSize(
+        tables=tuple(TableSize(t.table, t.num_rows, dim, state_bytes_per_column=table_state_bytes) for t in tables),
+        dense_flops_per_sample=dense.flops_per_sample,
+        dense_parameter_bytes=dense.parameter_bytes,
+        dense_state_bytes=dense.parameter_bytes,
+        activation_bytes_per_sample=dense.activation_bytes_per_sample,
+        products=dense.products,
+        passes=dense.passes,
+    )
 
 
 def _compared(point: PublicPoint, seconds: float, parts: Mapping[str, float], host_seconds: float) -> dict[str, Any]:
