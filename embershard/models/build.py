@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 
+from embershard.data.schema import Schema
 from embershard.lazy_names import named
 from embershard.models.config import (
     DCN_LOW_RANK_DIM,
@@ -19,7 +20,6 @@ from embershard.models.config import (
 )
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
-from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import PooledRows, bags_of
 from embershard.models.tables import built_in_tables
 
@@ -32,7 +32,7 @@ _BUILDERS = {
 }
 
 
-def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
+def build_model(config: ModelConfig, schema: Schema, device: torch.device) -> nn.Module:
     """Build a model with its tables on the meta device (sharding gives them memory and values).
 
     Args:
@@ -59,7 +59,7 @@ def build_model(config: ModelConfig, schema: SchemaLike, device: torch.device) -
     return model
 
 
-def build_dlrm(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
+def build_dlrm(config: ModelConfig, schema: Schema, device: torch.device) -> WithLoss:
     """Build a DLRM or DLRM-DCNv2, or towers over one of them: see `build_model`."""
     collection = bags_of(built_in_tables(config, schema))
     num_labels, has_towers = len(schema.target.labels), config.arch in WITH_TOWERS

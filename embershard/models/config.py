@@ -6,10 +6,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any, Literal, get_args
 
+from embershard.data.schema import Target
 from embershard.errors import ConfigError
 from embershard.models.arch_section import ArchSection
 from embershard.models.hstu_config import HstuConfig
-from embershard.models.schema import TargetLike
 from embershard.settings.own_code import names_function
 from embershard.settings.resume_rules import Free, OfModel, OfTraining
 
@@ -266,7 +266,7 @@ class ModelConfig:
                 f'model.funnel: got {list(self.funnel)}, needed two labels or more, each once: ["click", "buy"].'
             )
 
-    def check_target(self, target: TargetLike) -> None:
+    def check_target(self, target: Target) -> None:
         """Raise `ConfigError` where a setting does not fit what is predicted."""
         of_task = {
             name: target.tasks[head.start] if len(head) == 1 else "multiclass" for name, head in target.heads.items()

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from embershard.data.schema import Schema
 from embershard.models.arch_section import FLOPS_PER_MULTIPLY_ADD, mlp_parameters
 from embershard.models.config import (
     DCN_LOW_RANK_DIM,
@@ -19,7 +20,6 @@ from embershard.models.config import (
     Arch,
     ModelConfig,
 )
-from embershard.models.schema import SchemaLike
 from embershard.models.tables import ModelTable, built_in_tables
 
 
@@ -185,7 +185,7 @@ def _tower_layers(config: ModelConfig, width: int, widths: Sequence[int]) -> Ite
         yield from pairwise((config.expert_layers[-1], *config.over_arch_layer_sizes[:-1], outputs))
 
 
-def built_in_parameters(config: ModelConfig, schema: SchemaLike) -> int:
+def built_in_parameters(config: ModelConfig, schema: Schema) -> int:
     """Return the number of weights and biases of the dense layers of a built-in model."""
     num_dense, num_sparse, num_labels = len(schema.dense), len(schema.sparse), len(schema.target.labels)
     widths = [*map(len, schema.target.heads.values())]

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 
+from embershard.data.schema import Schema
 from embershard.errors import DataError
 from embershard.lazy_names import named
 from embershard.models.config import HISTORY_LAYER_SIZES, ModelConfig
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
-from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import bags_of, sequences_of
 from embershard.models.tables import built_in_tables
 
@@ -62,7 +62,7 @@ class LookedUp:
 class HistoryEmbeddings(nn.Module):
     """Tables for sequences, which target and history share; bags of the other features; an MLP over the dense ones."""
 
-    def __init__(self, config: ModelConfig, schema: SchemaLike, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, schema: Schema, device: torch.device) -> None:
         super().__init__()
         self._target, self._history, self._dim = list(config.target), list(config.history), config.embedding_dim
         tables = built_in_tables(config, schema)
@@ -155,7 +155,7 @@ def features_read_as_ids(model: nn.Module) -> list[str]:
     return [name for each in model.modules() if isinstance(each, HistoryEmbeddings) for name in each.read_as_ids]
 
 
-def build_with_history(config: ModelConfig, schema: SchemaLike, device: torch.device) -> nn.Module:
+def build_with_history(config: ModelConfig, schema: Schema, device: torch.device) -> nn.Module:
     """Build a DIN, a TBSM, or the network of an `ArchSection`: see `build_model`."""
     embeddings = HistoryEmbeddings(config, schema, device)
     sizes = list(config.history_layer_sizes or HISTORY_LAYER_SIZES)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, softplus
 
-from embershard.models.schema import TargetLike
+from embershard.data.schema import Target
 
 
 def loss_of(
-    target: TargetLike, outputs: Tensor, labels: Tensor, weights: Tensor | None, log_variances: Tensor | None = None
+    target: Target, outputs: Tensor, labels: Tensor, weights: Tensor | None, log_variances: Tensor | None = None
 ) -> Tensor:
     """Return the loss [] of a batch: the sum, over the labels, of each label's factor times the mean of w x l.
 
@@ -56,7 +56,7 @@ def loss_of(
     return sum(each[1:], start=each[0])
 
 
-def label_losses(target: TargetLike, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
+def label_losses(target: Target, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
     """Return the mean [] of w x l of each of several labels; see `loss_of`."""
     each = [weights] * len(target.labels)
     if target.may_be_missing:
@@ -80,7 +80,7 @@ def _mean_loss(task: str, outputs: Tensor, labels: Tensor, weights: Tensor | Non
     return (each if weights is None else each * weights).mean()
 
 
-def class_logits(target: TargetLike, outputs: Tensor) -> Tensor:
+def class_logits(target: Target, outputs: Tensor) -> Tensor:
     """Return outputs [B, T] in which those of a label's classes, z, are the logits of the softmax's probabilities,
     z_k - log(sum over the others j of exp(z_j)): like those of any binary label.
 
@@ -136,7 +136,7 @@ class WithLoss(nn.Module):
         label_weighting: with "uncertainty" the model learns the losses' weights.
     """
 
-    def __init__(self, model: nn.Module, target: TargetLike, label_weighting: str = "fixed") -> None:
+    def __init__(self, model: nn.Module, target: Target, label_weighting: str = "fixed") -> None:
         super().__init__()
         self.model, self.target = model, target
         learns = label_weighting == "uncertainty"

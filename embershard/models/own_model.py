@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embershard.data.schema import Schema, Target
 from embershard.errors import ConfigError
 from embershard.models.config import ModelConfig
 from embershard.models.loss import class_logits, loss_of
-from embershard.models.schema import SchemaLike, TargetLike
 from embershard.models.table_modules import collections_of, tables_in
 from embershard.settings.own_code import load_function, note_batch, place_of
 
@@ -31,7 +31,7 @@ class OwnModel(nn.Module):
         target: what is predicted of a sample.
     """
 
-    def __init__(self, model: nn.Module, name: str, target: TargetLike) -> None:
+    def __init__(self, model: nn.Module, name: str, target: Target) -> None:
         super().__init__()
         self.model, self._name, self.target = model, name, target
 
@@ -61,7 +61,7 @@ class OwnModel(nn.Module):
             )
 
 
-def build_own(config: ModelConfig, schema: SchemaLike, device: torch.device) -> OwnModel:
+def build_own(config: ModelConfig, schema: Schema, device: torch.device) -> OwnModel:
     """Build the model of `config.build`: see `build_model`.
 
     Raises:
@@ -93,7 +93,7 @@ def source_digest(config: ModelConfig) -> str:
     return "no file" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _check_tables(model: nn.Module, schema: SchemaLike, name: str) -> None:
+def _check_tables(model: nn.Module, schema: Schema, name: str) -> None:
     """Raise unless there are tables, where they can be placed, and tables and features fit each other."""
     collections = list(collections_of(model))
     if not collections:

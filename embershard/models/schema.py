@@ -3,64 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from embershard.data.schema import Schema
 from embershard.errors import ConfigError
-
-
-class SparseFeatureLike(Protocol):
-    """One sparse feature of a schema."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def table(self) -> str | None: ...
-
-    @property
-    def pooling(self) -> str: ...
-
-
-class TargetLike(Protocol):
-    """What is predicted of a sample, as `embershard.data.Target` has it."""
-
-    @property
-    def labels(self) -> Sequence[str]: ...
-
-    @property
-    def tasks(self) -> Sequence[str]: ...
-
-    @property
-    def label_weights(self) -> Sequence[float]: ...
-
-    @property
-    def weight(self) -> str | None: ...
-
-    @property
-    def may_be_missing(self) -> bool: ...
-
-    @property
-    def label_means(self) -> Sequence[float]: ...
-
-    @property
-    def heads(self) -> Mapping[str, range]: ...
-
-
-class SchemaLike(Protocol):
-    """The features of a data set, as `embershard.data.Schema` has them."""
-
-    @property
-    def dense(self) -> Sequence[str]: ...
-
-    @property
-    def sparse(self) -> Sequence[SparseFeatureLike]: ...
-
-    @property
-    def target(self) -> TargetLike: ...
 
 
 def table_name(feature: str) -> str:
@@ -72,7 +17,7 @@ def table_name(feature: str) -> str:
     return f"t_{feature}"
 
 
-def check_schema(schema: SchemaLike) -> None:
+def check_schema(schema: Schema) -> None:
     """Raise unless a model without a history can take the features.
 
     Raises:

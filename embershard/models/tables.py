@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from embershard.data.schema import Schema, SparseFeature
 from embershard.errors import ConfigError
 from embershard.models.config import WITH_HISTORY, ModelConfig
-from embershard.models.schema import SchemaLike, SparseFeatureLike, check_schema, table_name
+from embershard.models.schema import check_schema, table_name
 
 #: Paths of the collections in the built-in models.
 _BAGS = "model.sparse_arch.embedding_bag_collection"
@@ -51,7 +52,7 @@ class ModelTable:
         return f"{self.module}.{'embeddings' if self.is_sequence else 'embedding_bags'}.{self.name}.weight"
 
 
-def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable, ...]:
+def built_in_tables(config: ModelConfig, schema: Schema) -> tuple[ModelTable, ...]:
     """Return the tables of a built-in model, in the order of its modules. It is built from them. Errors as then."""
     target = schema.target
     config.check_target(target)
@@ -70,9 +71,9 @@ def built_in_tables(config: ModelConfig, schema: SchemaLike) -> tuple[ModelTable
     return (*shared, *others)
 
 
-def _bags(config: ModelConfig, features: Sequence[SparseFeatureLike], module: str) -> Iterator[ModelTable]:
+def _bags(config: ModelConfig, features: Sequence[SparseFeature], module: str) -> Iterator[ModelTable]:
     """Yield the tables of bags that `features` look up, in the order of each table's first feature."""
-    by_table: dict[str, list[SparseFeatureLike]] = {}
+    by_table: dict[str, list[SparseFeature]] = {}
     for feature in features:
         by_table.setdefault(feature.table or feature.name, []).append(feature)
     for name, sharing in by_table.items():
@@ -87,7 +88,7 @@ def _table(
     return ModelTable(*sizes, features, module, pooling, config.init_range)
 
 
-def _check_events(config: ModelConfig, schema: SchemaLike, rows: Mapping[str, int]) -> None:
+def _check_events(config: ModelConfig, schema: Schema, rows: Mapping[str, int]) -> None:
     """Raise unless the features of target and history are in the schema, once, fit each other, and have no settings of
     tables and poolings of their own."""
     settings = {"target": config.target, "history": config.history, f"{config.arch}.times": config.times}

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.mlp import MLP
 
+from embershard.data.schema import Schema
 from embershard.models.config import ModelConfig
 from embershard.models.dropout import add_dropout
 from embershard.models.loss import WithLoss
-from embershard.models.schema import SchemaLike
 from embershard.models.table_modules import PooledRows, bags_of
 from embershard.models.tables import built_in_tables
 
@@ -139,7 +139,7 @@ class OverFields(nn.Module):
         return self.network(dense_features, self.sparse_arch(sparse_features))
 
 
-def build_factorized(config: ModelConfig, schema: SchemaLike, device: torch.device) -> WithLoss:
+def build_factorized(config: ModelConfig, schema: Schema, device: torch.device) -> WithLoss:
     """Build an FM, DeepFM or Wide & Deep: see `build_model`."""
     collection = bags_of(built_in_tables(config, schema))
     num_dense, num_sparse, dim = len(schema.dense), len(schema.sparse), config.embedding_dim
