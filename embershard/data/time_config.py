@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from embershard.errors import ConfigError
 from embershard.settings.resume_rules import OfTraining
@@ -12,16 +12,6 @@ TimeFiles = Literal["together", "in_turn"]
 _MOST_SECONDS = 10**11
 #: Kinds of data whose columns have names.
 WITH_NAMES = ("table", "parquet")
-
-
-class OrderedData(Protocol):
-    """Settings of data: whether samples train window by window, and whether files are yet to come."""
-
-    @property
-    def follow(self) -> bool: ...
-
-    @property
-    def is_in_time_order(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -83,35 +73,36 @@ class TimeConfig:
             )
 
     def check_training(
-        self, data: OrderedData, epochs: int | None, *, packs: bool, counts_a_profile: bool, judges_epochs: bool
+        self, in_order: bool, follow: bool, epochs: int | None, packs: bool, counts_a_profile: bool, judges_epochs: bool
     ) -> None:
         """Raise `ConfigError` where a training needs what samples in time order, or files yet to come, have not.
 
         Args:
-            data: which these settings are of.
+            in_order: samples train window by window.
+            follow: files are yet to come.
             epochs: of the training.
             packs: its batches are packed of hot and cold samples.
             counts_a_profile: all samples are counted before the first step.
             judges_epochs: the ends of epochs are evaluated, and the best one matters.
         """
-        if data.is_in_time_order and packs:
+        if in_order and packs:
             raise ConfigError(
                 'sharding.mode: got "hot_cold" with data.time.column, and each has an order of its own. Remove one of '
                 "them: --set sharding.mode=sharded --set sharding.hot_bytes=none, or --set data.time.column=none --set "
                 "data.time.window=none."
             )
-        if data.is_in_time_order and (epochs or 1) > 1:
+        if in_order and (epochs or 1) > 1:
             raise ConfigError(
                 f"train.epochs: got {epochs}, needed 1 in time order (data.time.column): a second pass has no window "
                 "that was not trained on before."
             )
-        if data.follow and counts_a_profile:
+        if follow and counts_a_profile:
             raise ConfigError(
                 "data.follow: the data are not there before training, and a profile of them would be counted. Count "
                 "what is there (embershard profile --config RUN.toml -o profile.npz) and set profile.path; or choose "
                 "another cache.policy, without profile.samples and cache.warmup."
             )
-        if data.follow and judges_epochs:
+        if follow and judges_epochs:
             raise ConfigError(
                 "train.early_stopping and checkpoint.keep_best need train.eval_every with data.follow: no epoch ends."
             )

@@ -256,8 +256,8 @@ class RunConfig:
                 f'cache.enabled: got false, needed true in the mode "{self.sharding.mode}", whose rows are in caches.'
             )
         packs, judges_epochs = self.sharding.mode == "hot_cold", self.judges and self.train.eval_every is None
-        facts = {"packs": packs, "counts_a_profile": self.counts_a_profile, "judges_epochs": judges_epochs}
-        self.data.time.check_training(self.data, self.train.epochs, **facts)
+        asked = packs, self.counts_a_profile, judges_epochs
+        self.data.time.check_training(self.data.is_in_time_order, self.data.follow, self.train.epochs, *asked)
         ahead, most = self.lookahead + self.data.prefetch_batches, READ_AHEAD - _IN_WORK
         if packs and ahead > most:
             raise ConfigError(
