@@ -32,6 +32,7 @@ def label_needs(
     each = tasks if isinstance(task, tuple) else tasks * len(labels)
     num_numbers = each.count("regression")
     is_several, one_label = len(labels) > 1, "nothing: there is one label"
+    are_before = all(mask not in labels[place:] for place, mask in enumerate(masks))
     num_means = len(mean) if isinstance(mean, tuple) else 1
     return {
         "label": (
@@ -48,11 +49,11 @@ def label_needs(
             f'{num_numbers or len(labels)} numbers with task = "regression", and nothing otherwise',
         ),
         "label_weights": (
-            not weights or (is_several and _are_factors(weights, len(labels))),
+            not weights or (is_several and len(weights) == len(labels) and all(each > 0 for each in weights)),
             f"{len(labels)} numbers above 0, one for each label" if is_several else one_label,
         ),
         "label_masks": (
-            not masks or (is_several and len(masks) == len(labels) and _are_before(masks, labels)),
+            not masks or (is_several and len(masks) == len(labels) and are_before),
             f'{len(labels)} names, one for each label: of a label before it, of another column, or ""'
             if is_several
             else one_label,
@@ -86,11 +87,3 @@ def _are_classes(numbers: Sequence[float]) -> bool:
         as_in_batches = np.asarray(numbers, np.float32).tolist()
     distinct = {each for each in as_in_batches if math.isfinite(each)}
     return len(distinct) == len(numbers) and 2 <= len(numbers) <= _MOST_CLASSES
-
-
-def _are_factors(weights: Sequence[float], count: int) -> bool:
-    return len(weights) == count and all(each > 0 for each in weights)
-
-
-def _are_before(masks: Sequence[str], labels: Sequence[str]) -> bool:
-    return all(mask not in labels[place:] for place, mask in enumerate(masks))

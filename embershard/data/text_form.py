@@ -70,11 +70,12 @@ class TextForm:
             ),
             "line_breaks": (self.quoted or not self.line_breaks, "false where quoted is false"),
             "skip_lines": (self.skip_lines >= 0, "0 or more"),
-            "encoding": (_is_encoding(self.encoding), 'the name of an encoding, for instance "latin-1" or "utf-16"'),
+            "encoding": (is_encoding(self.encoding), 'the name of an encoding, for instance "latin-1" or "utf-16"'),
         }
 
 
-def _is_encoding(name: str) -> bool:
+def is_encoding(name: str) -> bool:
+    """Return whether Python knows an encoding of this name."""
     try:
         "a".encode(name)
     except (LookupError, UnicodeError):

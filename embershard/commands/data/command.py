@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from embershard.data.text_form import is_encoding
 from embershard.launch.arguments import add_action, add_settings, make_parser, positive, step_or_last, whole
 from embershard.lazy_names import named
 
@@ -183,17 +184,13 @@ def _add_convert(actions: Any) -> None:
     action.add_argument("--rows", type=positive, default=100_000, metavar="N", help=text)
     action.add_argument(
         "--bad-rows",
-        type=_stop_or_share,
+        type=lambda text: text if text == "stop" else _share(text, '"stop", or '),
         default="stop",
         metavar="stop|SHARE",
         help="leave rows out, up to this share, that are none or have a cell of another type, and list them in "
         "FILE.bad_rows.jsonl (default: %(default)s)",
     )
     _add_form(action)
-
-
-def _stop_or_share(text: str) -> str | float:
-    return text if text == "stop" else _share(text, '"stop", or ')
 
 
 def _share(text: str, needed: str = "") -> float:
@@ -204,10 +201,8 @@ def _share(text: str, needed: str = "") -> float:
 
 
 def _encoding(text: str) -> str:
-    try:
-        "a".encode(text)
-    except (LookupError, UnicodeError):
-        raise argparse.ArgumentTypeError(f'got {text}; needed an encoding, for instance "latin-1"') from None
+    if not is_encoding(text):
+        raise argparse.ArgumentTypeError(f'got {text}; needed an encoding, for instance "latin-1"')
     return text
 
 

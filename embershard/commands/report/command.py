@@ -78,7 +78,11 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.predicted:
         plan = run.plan(arguments.plan)
         comparison = compare(plan, result)
-        lines = notes(plan, result, _other_settings(run, plan), run.num_checkpoints(result))
+        try:
+            others = run.other_settings(plan)
+        except ConfigError as error:
+            others = [f"not known, since the run's config cannot be read: {error}"]
+        lines = notes(plan, result, others, run.num_checkpoints(result))
         values["predicted"] = run_tables.comparison_values(comparison, lines)
         run_tables.show_comparison(comparison, lines, console, top)
         if comparison.is_step_time_off and result.plan_digest == plan.digest and arguments.recalibrate is None:
@@ -93,13 +97,6 @@ def _report(arguments: argparse.Namespace) -> None:
             run_tables.show_run(run, result, console, top)
     if arguments.json:
         print(json.dumps(values, indent=2, allow_nan=False))
-
-
-def _other_settings(run: RunFolder, plan: Plan) -> list[str]:
-    try:
-        return run.other_settings(plan)
-    except ConfigError as error:
-        return [f"not known, since the run's config cannot be read: {error}"]
 
 
 def _recalibrate(arguments: argparse.Namespace, run: RunFolder, result: RunResult) -> Recalibration:

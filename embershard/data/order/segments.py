@@ -247,12 +247,10 @@ class SegmentSchedule:
         loss, before = known.loss_sum / known.num_losses, known.last_losses.get(segment.kind)
         halvings, falls = decide(_halvings(known), known.falls, before, loss)
         made = Decision(segment.number, self._trained, halvings)
-        past = [each for each in known.decisions if self._is_past(each, segment)]
+        acting = (each for each in known.decisions if each.batch + self._read_ahead <= self._trained)
+        past = [each for each in acting if each.segment < segment.number]
         kept = known.decisions[max(0, len(past) - 1) :]  # of those that can act by now, the newest one does
         return Learned(0.0, 0, {**known.last_losses, segment.kind: loss}, falls, (*kept, made))
-
-    def _is_past(self, decision: Decision, segment: _Segment) -> bool:
-        return decision.segment < segment.number and decision.batch + self._read_ahead <= self._trained
 
 
 def decide(halvings: int, falls: int, before: float | None, loss: float) -> tuple[int, int]:

@@ -202,15 +202,12 @@ class ColumnSurvey:
                 mix64(column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy().view(np.uint64))
             )
         elif types.is_integer(column.type) or types.is_boolean(column.type):
-            self._add_integers(column)
+            self._add_numbers(column)
+            self.values.add(text_words(column)[0])
+            self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
         elif types.is_floating(column.type) or types.is_decimal(column.type):
             numbers = self._add_numbers(column)
             self.values.add(mix64(numbers.view(np.uint64)))
-
-    def _add_integers(self, column: pa.Array) -> None:
-        self._add_numbers(column)
-        self.values.add(text_words(column)[0])
-        self.ids.add(mix64(column.cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False).view(np.uint64)))
 
     def _add_texts(self, column: pa.Array) -> None:
         """Add texts: what a distinct one is, is found once."""
