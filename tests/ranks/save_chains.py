@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from embershard.cache import CacheConfig
-from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.home import FrozenRows
 from embershard.cache.parts.changed import ChangedKeys
 from embershard.distributed import CheckpointConfig, Manifest, PublishConfig, complete_checkpoints
 from embershard.extras.publications.part import Publisher

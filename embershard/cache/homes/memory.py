@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from embershard.cache.config import TransferKind
-from embershard.cache.homes.frozen_rows import FrozenRows
-from embershard.cache.homes.home import Home
+from embershard.cache.homes.home import FrozenRows, Home
 from embershard.cache.homes.shape import PoolShape
 from embershard.cache.rows import memory
 from embershard.cache.rows.lazy_rows import FrozenLazyRows, LazyRows

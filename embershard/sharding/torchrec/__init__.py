@@ -1,7 +1,7 @@
 """The cache inside TorchRec: kernels, lookups, shardings, sharded modules, sharders. A new TorchRec version touches
 this folder."""
 
-from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.home import FrozenRows
 from embershard.sharding.torchrec.inspection import (
     cache_stats,
     cached_embeddings,

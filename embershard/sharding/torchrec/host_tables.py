@@ -11,8 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor, nn
 
-from embershard.cache.homes.frozen_rows import FrozenRows
-from embershard.cache.homes.home import Home
+from embershard.cache.homes.home import FrozenRows, Home
 from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.row_cache import RowCache
 from embershard.sharding.torchrec.slots import SlotTable

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache.file.file_counts import FileCounts
-from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.home import FrozenRows
 from embershard.cache.statistics import TableStats
 from embershard.errors import ConfigError
 from embershard.sharding.torchrec.compat import lookups_of, unwrapped, with_int32_ids

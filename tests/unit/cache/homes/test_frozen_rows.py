@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embershard.cache.homes import frozen_rows
-from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes import home as homes
+from embershard.cache.homes.home import FrozenRows
 from embershard.cache.homes.mapped import MappedRows
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.homes.shape import PoolShape
@@ -53,7 +53,7 @@ def train(host: MemoryRows, keys: list[int]) -> None:
 
 
 def freeze(host: MemoryRows, block_rows: int, **arguments: int) -> FrozenRows:
-    with mock.patch.object(frozen_rows, "BLOCK_BYTES", block_rows * 16):
+    with mock.patch.object(homes, "BLOCK_BYTES", block_rows * 16):
         frozen = host.freeze()
         if arguments:
             frozen = host._frozen = FrozenRows(host, **arguments)
@@ -126,7 +126,7 @@ def test_rows_that_are_not_put_aside_would_be_noticed(broken):
     host = make_host()
     expected, got = contents(host), [torch.empty_like(tensor) for tensor in host.parts]
     frozen = freeze(host, 16)
-    with mock.patch.object(FrozenRows, "put_aside") if broken else mock.patch.object(frozen_rows, "_", create=True):
+    with mock.patch.object(FrozenRows, "put_aside") if broken else mock.patch.object(homes, "_", create=True):
         train(host, [5, 99])
     for block in blocks(host, 16):
         read(frozen, host, block, got)

@@ -155,7 +155,7 @@ def test_a_save_of_mapped_rows_fetches_whole_blocks(tmp_path, monkeypatch):
     """Without reading ahead it would wait for the disk at every page."""
     store, fetched = MappedRows(PoolShape([5000], 8), str(tmp_path)), []
     monkeypatch.setattr("embershard.cache.rows.memory.fetch_soon", lambda part: fetched.append(part.data_ptr()))
-    monkeypatch.setattr("embershard.cache.homes.frozen_rows.BLOCK_BYTES", 2048 * 32)
+    monkeypatch.setattr("embershard.cache.homes.home.BLOCK_BYTES", 2048 * 32)
     store.weights.uniform_()
     frozen = store.freeze()
     for first in range(0, 5000, 2048):

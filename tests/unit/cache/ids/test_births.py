@@ -21,7 +21,7 @@ from torch import Tensor
 
 from embershard.cache import KnownBatch, RowCache, Ticket
 from embershard.cache.config import Policy
-from embershard.cache.homes.frozen_rows import FrozenRows
+from embershard.cache.homes.home import FrozenRows
 from embershard.cache.homes.memory import MemoryRows
 from embershard.cache.parts.changed import ChangedKeys
 from embershard.cache.policies import LfuScores
