@@ -22,7 +22,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import ShardingEnv
-from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embershard.cache import loops
@@ -159,7 +159,7 @@ class CachedModule:
         if tables := {key: table for key, table in self._table_of_ids.items() if key not in known}:
             check_any_ids(features, tables)
 
-    def _note_features(self, configs: Sequence[_TableConfig], spec: Any) -> None:
+    def _note_features(self, configs: Sequence[BaseEmbeddingConfig], spec: Any) -> None:
         """Note which features have row numbers of which table, and which have any ids."""
         with_ids = [config for config in configs if any(mode.gives_rows(config.name) for mode in spec.modes)]
         self._rows_by_feature = rows_by_feature([config for config in configs if config not in with_ids])
@@ -345,18 +345,14 @@ class CachedShardedEmbeddingBagCollection(CachedModule, ShardedEmbeddingBagColle
         permute_embeddings: bool = False,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
+        place: dict[str, Any] = {"env": env, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry}
+        permuted = {"permute_embeddings": permute_embeddings}
         if isinstance(sharding_infos[0], OwnShardingInfo):
-            place = {"env": env, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry}
             return sharding_infos[0].make_sharding(sharding_infos, **place)
-        sharding_type = sharding_infos[0].param_sharding.sharding_type
         if not any(has_spec(info.fused_params) for info in sharding_infos):
-            return super().create_embedding_bag_sharding(
-                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
-            )
-        extra = {"permute_embeddings": permute_embeddings} if sharding_type in PERMUTED_SHARDINGS else {}
-        return POOLED_SHARDINGS[sharding_type](
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **extra
-        )
+            return super().create_embedding_bag_sharding(sharding_infos, **place, **permuted)
+        kind = sharding_infos[0].param_sharding.sharding_type
+        return POOLED_SHARDINGS[kind](sharding_infos, **place, **(permuted if kind in PERMUTED_SHARDINGS else {}))
 
 
 class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection):
@@ -387,23 +383,15 @@ class CachedShardedEmbeddingCollection(CachedModule, ShardedEmbeddingCollection)
         device: torch.device | None = None,
         qcomm_codecs_registry: Any = None,
     ) -> EmbeddingSharding:
+        place: dict[str, Any] = {"env": env, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry}
         if isinstance(sharding_infos[0], OwnShardingInfo):
-            place = {"env": env, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry}
             return sharding_infos[0].make_sharding(sharding_infos, **place)
         if not any(has_spec(info.fused_params) for info in sharding_infos):
-            return super().create_embedding_sharding(sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
-        return SEQUENCE_SHARDINGS[sharding_type](
-            sharding_infos=sharding_infos, env=env, device=device, qcomm_codecs_registry=qcomm_codecs_registry
-        )
+            return super().create_embedding_sharding(sharding_type, sharding_infos, **place)
+        return SEQUENCE_SHARDINGS[sharding_type](sharding_infos=sharding_infos, **place)
 
 
-class _TableConfig(Protocol):
-    name: str
-    num_embeddings: int
-    feature_names: list[str]
-
-
-def rows_by_feature(configs: Sequence[_TableConfig]) -> dict[str, tuple[str, int]]:
+def rows_by_feature(configs: Sequence[BaseEmbeddingConfig]) -> dict[str, tuple[str, int]]:
     """Return for each feature the smallest table that it looks into: name and rows."""
     smallest: dict[str, tuple[str, int]] = {}
     for config in configs:

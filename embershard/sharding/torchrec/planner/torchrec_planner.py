@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from embershard.sharding.torchrec.table_arguments import check_row_types
 from embershard.units import size
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_AS_FUSED: dict[str, Any] = {"compute_kernels": [_FUSED], "cache_params": None}
 _DENSE = EmbeddingComputeKernel.DENSE.value
 _TABLE = ShardingType.TABLE_WISE.value
 _MOST_PLACED_SHARDS = 100_000  # by one proposer: a second of a run's start, for hundreds of tables
@@ -91,7 +92,7 @@ def plan_sharding(
     wanted = _constraints(constraints or {}, tables, device_type)
     cached = {t: c for t, c in wanted.items() if CACHED_KERNEL in (c.compute_kernels or ())}
     as_fused = cached if device_type == "cpu" else {}  # TorchRec has no bandwidth of cached tables on a CPU
-    planned_as = _by_name({t: _as_fused(c) if t in as_fused else c for t, c in wanted.items()})
+    planned_as = _by_name({t: replace(c, **_AS_FUSED) if t in as_fused else c for t, c in wanted.items()})
     topology = Topology(world_size, device_type, local_world_size=local_world_size, **_capacities(device_type))
     ours = {(table.path, table.name) for table in cached if has_cache(table.sharder)}
     partitioner = PoolRowsPartitioner(_pool_of(ours, _FUSED if as_fused else CACHED_KERNEL))
@@ -308,13 +309,6 @@ def _constraint(given: ParameterConstraints | None, table: ShardableTable, devic
             ratio = inner_sharder(table.sharder).cache.slot_ratio  # TorchRec's cost model wants to know it
             constraint.cache_params = None if ratio is None else CacheParams(load_factor=ratio)
     return constraint
-
-
-def _as_fused(constraint: ParameterConstraints) -> ParameterConstraints:
-    fused = copy.deepcopy(constraint)
-    fused.compute_kernels = [_FUSED]
-    fused.cache_params = None
-    return fused
 
 
 def _by_name(constraints: Mapping[ShardableTable, ParameterConstraints]) -> dict[str, ParameterConstraints]:
