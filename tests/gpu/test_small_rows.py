@@ -15,6 +15,7 @@ from embershard.cache.homes.quantised import SmallStagedTransfer, SmallTransfer
 from embershard.cache.homes.small_rows import SmallRows
 from embershard.cache.rows import memory
 from embershard.cache.rows.page_lock import lock_for
+from embershard.cache.rows.transfer import Buffer
 from embershard.errors import CacheError
 from tests.gpu import cases
 from tests.ranks.workers import RankPool
@@ -43,7 +44,7 @@ def test_rounding_gives_the_bits_of_the_loop_for_all_sizes_of_numbers(small_type
     given[6, 2] = -(2.0**-149)
     slots, weights = SmallSlots(rows, DEVICE), torch.zeros_like(given, device="cuda")
     slots.attach(weights)
-    buffer = rows.new_buffer(2 * ROWS, pinned=True)
+    buffer = Buffer(rows.tensors, 2 * ROWS, pinned=True).parts
     rows.gather(keys, buffer)
     slots.widen(weights, EVERY.cuda(), buffer)
     assert torch.equal(bits(weights.cpu()), bits(rows.read(keys)))

@@ -205,10 +205,6 @@ class SmallRows:
                 self.make(some)
                 time.sleep(_PAUSE_SECONDS)
 
-    def new_buffer(self, num_rows: int, pinned: bool) -> list[Tensor]:
-        """Return room for so many rows, in the form of `tensors`."""
-        return [torch.empty((num_rows, *t.shape[1:]), dtype=t.dtype, pin_memory=pinned) for t in self.tensors]
-
     def gather(self, keys: Tensor, buffer: Sequence[Tensor]) -> None:
         """Copy rows `keys` (int64 [M]) to the first rows of a buffer, where full ones are numbered anew."""
         self.make(keys)

@@ -7,7 +7,6 @@ step_300/  delta: the rows that changed after step 200, ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,27 +108,15 @@ class Chain:
         for number, link in enumerate(self.links):
             shards = () if link.manifest is None else link.manifest.shards
             for shard in shards:
-                _check_place(link, shard.tensors, shard.offsets, tensors)
+                for name, place in zip(shard.tensors, shard.offsets, strict=True):
+                    if name in tensors and (len(place) != len(tensors[name].size) or min(place) < 0):
+                        raise InvalidCheckpointError(f"{link.path}: {MANIFEST}: rows of {name} have the place {place}")
             newer = [shard for shard in shards if any(since.get(name, number) < number for name in shard.tensors)]
             over.append((link.path, newer))
         dtypes = {
             name: tensors[name].properties.dtype for name, source in since.items() if source < len(self.links) - 1
         }
         return RowsOver(over, dtypes)
-
-    def verified(self, known: set[Path] | None = None) -> Iterator[tuple[Link, str | None]]:
-        """Yield every link with what is wrong with its files, or None; links in `known` are sound and are left out."""
-        for link in self.links:
-            if link.manifest is not None and (known is None or link.path not in known):
-                yield link, link.manifest.damage(link.path)
-
-
-def _check_place(
-    link: Link, names: tuple[str, ...], offsets: tuple[tuple[int, ...], ...], tensors: dict[str, TensorStorageMetadata]
-) -> None:
-    for name, place in zip(names, offsets, strict=True):
-        if name in tensors and (len(place) != len(tensors[name].size) or min(place) < 0):
-            raise InvalidCheckpointError(f"{link.path}: {MANIFEST}: rows of {name} have the place {place}")
 
 
 def lost(checkpoint: Path, link: Path, problem: str) -> InvalidCheckpointError:
