@@ -54,10 +54,6 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def _end_later(end: Callable[[], Any]) -> None:
-    _ends.put(end)
-
-
 def end_with(owner: object, end: Callable[..., Any], *given: Any) -> weakref.finalize[..., Any]:
     """Call `end(*given)` in a thread of its own when `owner` is gone; not at the end of the process.
 
@@ -72,7 +68,7 @@ def end_with(owner: object, end: Callable[..., Any], *given: Any) -> weakref.fin
     ended
     """
     _ends.start()
-    finalizer = weakref.finalize(owner, _end_later, partial(end, *given))
+    finalizer = weakref.finalize(owner, lambda: _ends.put(partial(end, *given)))
     finalizer.atexit = False
     return finalizer
 

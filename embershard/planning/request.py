@@ -245,7 +245,10 @@ class PlanRequest:
             names = [name for name in self.only.get(table.table, ()) if name != COPIES]
             names = names or [each.name for each in own or types]
             if (pin := self.pins.get(table.table)) is not None:
-                names = self._pinned_types(table.table, pin, names)
+                try:
+                    names = pin.types(names, shape.world_size, shape.ranks_per_node)
+                except ConfigError as error:
+                    raise ConfigError(f"sharding.pin.{table.table}.{error}") from error
             found[table.table] = names
         return found
 
@@ -283,12 +286,6 @@ class PlanRequest:
         """Return whether each rank may have a copy of a sharded table in place of its shards."""
         is_asked = self.may_mix and COPIES in self.only.get(table.table, self.types or ())
         return is_asked and table.table not in self.pins and not table.is_sequence and not table.buckets
-
-    def _pinned_types(self, table: str, pin: TablePin, names: Sequence[str]) -> list[str]:
-        try:
-            return pin.types(names, self.workload.shape.world_size, self.workload.shape.ranks_per_node)
-        except ConfigError as error:
-            raise ConfigError(f"sharding.pin.{table}.{error}") from error
 
     def pinned(self, tables: Sequence[TablePlacement]) -> tuple[TablePlacement, ...]:
         """Return the placements with what is pinned of them."""

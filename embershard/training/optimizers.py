@@ -79,11 +79,6 @@ class EmbeddingOptimizerConfig:
         """Bytes of optimizer state per row, and per column of a row."""
         return _STATE_BYTES[self.kind]
 
-    @property
-    def counts_steps(self) -> bool:
-        """True if FBGEMM's kernel depends on the number of steps, which its state dict leaves out."""
-        return self.kind in _WITH_BETAS
-
     def apply(self, module: nn.Module, device: torch.device) -> None:
         """Attach the optimizer to the tables in `module`; TorchRec fuses it when it shards them.
 
@@ -281,7 +276,7 @@ class Optimizers:
     def set_num_steps(self, steps: int) -> None:
         """Set the number of trained steps in FBGEMM's kernels that depend on it: they count forwards, whatever becomes
         of them, and their state dicts leave the number out."""
-        if self._embedding_config.counts_steps:
+        if self._embedding_config.kind in _WITH_BETAS:
             self._fused.set_optimizer_step(steps + self._state_steps_before)
 
 

@@ -41,10 +41,6 @@ class _RowGroups:
     seen: Floats
     in_pieces: Floats
 
-    def per_shard(self, values: Floats, num_shards: int) -> Floats:
-        """Sum `values` per row [K] over the rows of each shard."""
-        return np.bincount(self.shard, self.rows * values, num_shards).astype(np.float64)
-
 
 def steady_state(
     tables: Sequence[TableStatistics],
@@ -90,7 +86,7 @@ def steady_state(
     missed = np.minimum(pool.seen * (1.0 - held), pool.in_pieces)
     found = pool.lookups * (1.0 - missed / np.maximum(pool.in_pieces, 1e-300))
     per_row = (pool.lookups, pool.in_pieces, pool.in_pieces - missed, found, missed, missed, held, pool.seen)
-    columns = [pool.per_shard(values, len(shards)).tolist() for values in per_row]
+    columns = [np.bincount(pool.shard, pool.rows * values, len(shards)).astype(float).tolist() for values in per_row]
     reports = tuple(
         ShardReport(*(column[n] for column in columns[:-1]), shard, 0.0, columns[-1][n])  # type: ignore[call-arg]
         for n, shard in enumerate(shards)

@@ -126,17 +126,13 @@ def check_memory_for_run(config: RunConfig, plan: Plan | None, ranks: Ranks) -> 
     if plan is not None:
         tables = model_size(config, table_rows(config)).tables
         plan.check_model({table.table: (table.rows, table.dim, table.dtype) for table in tables})
-    error = warning = ""
-    try:
+
+    def check() -> str:
         machine = MachineLimits.here(config, ranks, plan)
-        warning = check_memory(config, table_rows(config), RanksHere.of(ranks), machine, plan)
-    except ConfigError as problem:
-        error = str(problem)
-    found = ranks.all_gather_objects((error, warning))
-    for error, _ in found:
-        if error:
-            raise ConfigError(error)
-    return next((warning for _, warning in found if warning), "")
+        return check_memory(config, table_rows(config), RanksHere.of(ranks), machine, plan)
+
+    warning = ranks.together(check, ConfigError)
+    return next(filter(None, ranks.all_gather_objects(warning)), "")
 
 
 def _figures(parts: Mapping[str, int], config: RunConfig, rows: Mapping[str, int]) -> str:
