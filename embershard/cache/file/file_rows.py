@@ -58,37 +58,29 @@ class PageIo:
         Raises:
             OSError: of the system; its text names the page.
         """
-        self._move(loops.read_pages, os.preadv, file, pages, page_bytes, memory, places)
+        self._move(False, file, pages, page_bytes, memory, places)
 
     def write(self, file: int, pages: _Numbers, page_bytes: int, memory: NDArray[np.uint8], places: _Numbers) -> None:
         """Write pages; as `read`."""
-        self._move(loops.write_pages, os.pwritev, file, pages, page_bytes, memory, places)
-
-    def _move(
-        self,
-        loop: Callable[..., int],
-        one: Callable[[int, Sequence[Any], int], int],
-        file: int,
-        pages: _Numbers,
-        page_bytes: int,
-        memory: NDArray[np.uint8],
-        places: _Numbers,
-    ) -> None:
-        done = 0
-        while done < pages.size:
-            done += loop(file, pages[done:], page_bytes, memory.ctypes.data, places[done:])
-            if done < pages.size:  # this way the system's error has a name, and a call that was cut off goes on
-                self._move_one(one, file, int(pages[done]), page_bytes, memory[int(places[done]) * page_bytes :])
-                done += 1
+        self._move(True, file, pages, page_bytes, memory, places)
 
     @staticmethod
-    def _move_one(one: Callable[..., int], file: int, page: int, page_bytes: int, memory: NDArray[np.uint8]) -> None:
-        try:
-            moved = one(file, [memory[:page_bytes]], page * page_bytes)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}, page {page}") from error
-        if moved != page_bytes:
-            raise OSError(errno.EIO, f"{moved} of {page_bytes} bytes of page {page} were moved")
+    def _move(
+        writes: bool, file: int, pages: _Numbers, page_bytes: int, memory: NDArray[np.uint8], places: _Numbers
+    ) -> None:
+        one: Callable[..., int] = os.pwritev if writes else os.preadv
+        done = 0
+        while done < pages.size:
+            done += loops.move_pages(file, pages[done:], page_bytes, memory.ctypes.data, places[done:], writes)
+            if done < pages.size:  # this way the system's error has a name, and a call that was cut off goes on
+                page, start = int(pages[done]), int(places[done]) * page_bytes
+                try:
+                    moved = one(file, [memory[start : start + page_bytes]], page * page_bytes)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror}, page {page}") from error
+                if moved != page_bytes:
+                    raise OSError(errno.EIO, f"{moved} of {page_bytes} bytes of page {page} were moved")
+                done += 1
 
 
 class FileWork:

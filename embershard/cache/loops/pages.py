@@ -40,29 +40,16 @@ def _end_of_run(pages: Int64s, places: Int64s, start: int) -> int:
 
 
 @compiled
-def read_pages(file: int, pages: Int64s, page_bytes: int, address: int, places: Int64s) -> int:
-    """Read pages of an open file to places in memory, counted in pages from `address`; return how many were read: fewer
-    than all where the system gave fewer bytes, or an error."""
+def move_pages(file: int, pages: Int64s, page_bytes: int, address: int, places: Int64s, writes: bool) -> int:
+    """Read pages of an open file to places in memory, counted in pages from `address`, or write them from there; return
+    how many were moved: fewer than all where the system moved fewer bytes, or gave an error."""
     start = 0
     while start < pages.size:
         stop = _end_of_run(pages, places, start)
-        num_bytes = (stop - start) * page_bytes
+        num_bytes, offset = (stop - start) * page_bytes, pages[start] * page_bytes
         at = address + places[start] * page_bytes
-        if _pread(file, at, num_bytes, pages[start] * page_bytes) != num_bytes:
-            return start
-        start = stop
-    return start
-
-
-@compiled
-def write_pages(file: int, pages: Int64s, page_bytes: int, address: int, places: Int64s) -> int:
-    """Write pages, as `read_pages` reads them."""
-    start = 0
-    while start < pages.size:
-        stop = _end_of_run(pages, places, start)
-        num_bytes = (stop - start) * page_bytes
-        at = address + places[start] * page_bytes
-        if _pwrite(file, at, num_bytes, pages[start] * page_bytes) != num_bytes:
+        moved = _pwrite(file, at, num_bytes, offset) if writes else _pread(file, at, num_bytes, offset)
+        if moved != num_bytes:
             return start
         start = stop
     return start
