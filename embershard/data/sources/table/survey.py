@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
-from embershard.data.hashing import Ids, Words, mix64
+from embershard.data.hashing import Ids, mix64
 from embershard.data.sample_bits import Flags
 from embershard.data.sources.table.cells import (
     BRACKETS,
@@ -238,9 +238,17 @@ class ColumnSurvey:
         self.too_long += int(num_cells[~is_short].sum())
         self._add_typed_texts(cells, bare, codes, counts)
         texts, words, num_cells = texts.filter(pa.array(~is_empty)), words[~is_empty], num_cells[~is_empty]
-        self._add_examples(texts, num_cells)
-        if self.kind is None or self.written in (".", ",") or self.wanted == "list":
-            self._add_parts(texts, words, num_cells)
+        if self.texts is not None:
+            self.texts.update(dict(_pairs(texts, num_cells)))
+            self.texts = self.texts if len(self.texts) <= _KEPT_TEXTS else None
+        self.examples += texts.slice(0, _KEPT_TEXTS - len(self.examples)).to_pylist()
+        self.urls += int(num_cells[_flags(pc.starts_with(texts, "http"))].sum())
+        may_be_list = self.kind is None or self.written in (".", ",") or self.wanted == "list"
+        for separator, parts in list(self.parts.items()) if may_be_list else ():
+            parts.add(texts, words, num_cells)
+            is_given_up = self.present >= _LEAST_LISTED and parts.cells < _LISTED * self.present
+            if is_given_up and len(self._separators) > 1:
+                del self.parts[separator]
 
     def _add_typed_texts(self, cells: pa.Array, bare: pa.Array, codes: Ids, counts: Ids) -> None:
         """Add distinct cells, which are `bare` without the blanks around them; `codes` are the places of the rows'
@@ -255,13 +263,6 @@ class ColumnSurvey:
             bare, counts = bare.filter(pa.array(is_value)), counts[is_value]
         if len(codes):
             self._add_typed(bare, codes, counts)
-
-    def _add_examples(self, texts: pa.Array, counts: Ids) -> None:
-        if self.texts is not None:
-            self.texts.update(dict(_pairs(texts, counts)))
-            self.texts = self.texts if len(self.texts) <= _KEPT_TEXTS else None
-        self.examples += texts.slice(0, _KEPT_TEXTS - len(self.examples)).to_pylist()
-        self.urls += int(counts[_flags(pc.starts_with(texts, "http"))].sum())
 
     def _add_typed(self, texts: pa.Array, codes: Ids, counts: Ids) -> None:
         """Count the texts that are not of a type, and add the others as what they are. A type that fewer than half of
@@ -324,13 +325,6 @@ class ColumnSurvey:
             pattern = re.compile(self.types[name][1].pattern)
             if sum(pattern.match(text) is not None for text in some) < _LEAST_ALIKE * len(some):
                 del self.others[name]
-
-    def _add_parts(self, texts: pa.Array, words: Words, counts: Ids) -> None:
-        for separator, parts in list(self.parts.items()):
-            parts.add(texts, words, counts)
-            is_given_up = self.present >= _LEAST_LISTED and parts.cells < _LISTED * self.present
-            if is_given_up and len(self._separators) > 1:
-                del self.parts[separator]
 
     def _add_numbers(self, column: pa.Array, name: str = "number") -> NDArray[np.float64]:
         numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
