@@ -133,12 +133,6 @@ def _points(pair: Pair) -> str:
     return "" if pair.error is None else f"{round(100 * pair.error, 2) + 0.0:+.2f}"  # not -0.00
 
 
-def show_advice(run: Path, console: Console) -> None:
-    """Print the remedy for a step time that was not as promised."""
-    command = f"embershard report {run} --recalibrate machine.toml"
-    say(console, f"Advice: correct the machine's rates by this run:  {command}")
-
-
 def show_recalibration(found: Recalibration, output: Path, console: Console) -> None:
     """Print what changed, and how to plan with it."""
     ranks = "1 rank" if found.num_ranks == 1 else f"{found.num_ranks} ranks"

@@ -185,15 +185,12 @@ class Steps:
         return self._failure.watch(batches if self._pipeline is not None else shortest(batches, self._device))
 
     def _begin(self) -> AbstractContextManager[Any]:
-        try:
+        with self._failure.noting():
             if self._pipeline is not None:
                 return self._pipeline.step(self._batches)
             if (batch := next(self._batches)) is Supply.NOT_YET:
                 raise StopIteration
             return nullcontext(batch.to(self._device, non_blocking=True))
-        except DataError as error:
-            self._failure.error = error
-            raise
 
     @contextmanager
     def _counted(self, first: AbstractContextManager[Batch]) -> Iterator[Batch | MicroBatches]:

@@ -86,7 +86,8 @@ def _report(arguments: argparse.Namespace) -> None:
         values["predicted"] = run_tables.comparison_values(comparison, lines)
         run_tables.show_comparison(comparison, lines, console, top)
         if comparison.is_step_time_off and result.plan_digest == plan.digest and arguments.recalibrate is None:
-            run_tables.show_advice(run.path, console)
+            command = f"embershard report {run.path} --recalibrate machine.toml"
+            say(console, f"Advice: correct the machine's rates by this run:  {command}")
     if arguments.recalibrate is not None:
         changed = _recalibrate(arguments, run, result)
         values["recalibrated"] = run_tables.recalibration_values(changed, arguments.recalibrate)
