@@ -1,12 +1,13 @@
 """Held-out quality of groups beside one group, by `sharding.sync_every` and `sharding.moment_scale`.
 
     python -m benchmarks.group_quality CONFIG [--set NAME=VALUE ...] [--ranks 2] [--groups 2] [--sync-every 1 16 64]
-        [--scales 1 0.71 0.5] [--seeds 5]
+        [--scales 1 0.71 0.5] [--types fp32] [--seeds 5]
 
 All ranks train as one group, then as `--groups` groups with every pair of the two, for each seed (of the initial
 weights and of the data's order). Reported of each: AUC and normalized entropy of the held-out samples for each seed,
 and the mean of the differences to one group with the same seed, with a 95 % interval by Student's t; and that of the
-differences to the same groups without a scale. A scale of 1 is the setting left out.
+differences to the same groups without a scale, in fp32. A scale of 1 is the setting left out; types are those of
+weights in averages (`sharding.sync_dtype`).
 
 A scale c is a learning rate over sqrt(c), so one group trains with those of each scale, too, and with that of c = n:
 n groups' steps for a row that one of them touched are as much shorter. What one group gains by them is no gain of
@@ -26,7 +27,7 @@ import time
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.multiprocessing as mp
@@ -37,6 +38,7 @@ from embershard import RunConfig, Trainer, process_group
 from embershard.distributed import Ranks
 from embershard.extras.groups.settings import scaled
 from embershard.settings.files import load_config
+from embershard.sharding.config import SyncDtype
 from embershard.training.reports import EvalReport
 
 QUALITY = ("auc", "ne")
@@ -49,12 +51,13 @@ class Setting:
     groups: int = 1
     sync_every: int = 1
     scale: float = 1.0
+    dtype: SyncDtype = "fp32"
 
     @property
     def name(self) -> str:
         """As the report has it."""
         which = "one group" if self.groups == 1 else f"{self.groups} groups, every {self.sync_every}"
-        return f"{which}, c {self.scale:g}"
+        return f"{which}, c {self.scale:g}" + (f", averages in {self.dtype}" if self.dtype != "fp32" else "")
 
     def of_run(self, config: RunConfig, seed: int) -> RunConfig:
         """Return the run with this setting and seed."""
@@ -62,8 +65,8 @@ class Setting:
         if self.groups == 1:  # whose settings refuse a scale
             return replace(seeded, embedding_optimizer=scaled(config.embedding_optimizer, self.scale))
         scale = None if self.scale == 1 else self.scale
-        sharding = replace(config.sharding, groups=self.groups, sync_every=self.sync_every, moment_scale=scale)
-        return replace(seeded, sharding=sharding)
+        averages = {"sync_every": self.sync_every, "moment_scale": scale, "sync_dtype": self.dtype}
+        return replace(seeded, sharding=replace(config.sharding, groups=self.groups, **averages))  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--sync-every", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.71, 0.5])
+    parser.add_argument("--types", nargs="+", default=["fp32"], choices=get_args(SyncDtype))
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
     mp.spawn(_rank, (options,), options.ranks)  # type: ignore[no-untyped-call]
@@ -99,7 +103,7 @@ def _rank(rank: int, options: argparse.Namespace) -> None:
 def measure(config: RunConfig, ranks: Ranks, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every setting."""
     rates = (Setting(scale=scale) for scale in (options.groups, *options.scales) if scale != 1)
-    several = (Setting(options.groups, *each) for each in product(options.sync_every, options.scales))
+    several = (Setting(options.groups, *each) for each in product(options.sync_every, options.scales, options.types))
     settings = [Setting(), *rates, *several]
     runs: dict[Setting, list[dict[str, Any]]] = {each: [] for each in settings}
     for seed in range(1, options.seeds + 1):
@@ -116,7 +120,7 @@ def compared(runs: dict[Setting, list[dict[str, Any]]]) -> dict[str, Any]:
     base = runs[Setting()]
     found = {}
     for setting, own in runs.items():
-        unscaled = runs[replace(setting, scale=1.0)]
+        unscaled = runs[replace(setting, scale=1.0, dtype="fp32")]
         found[setting.name] = {
             "runs": own,
             **{name: _differences(own, base, name) for name in QUALITY},

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embershard.sharding.sizes import ModeMemory
 
 CommDtype = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+SyncDtype = Literal["fp32", "fp16"]
 ExchangeChoice = Literal["pooled", "rows", "auto"]
 Mode = Literal["sharded", "hot_cold", "data_parallel"]
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
@@ -65,6 +66,10 @@ class ShardingConfig:
     between groups. Averages before saves and evaluations have no delay: when these take place changes what is
     trained."""
 
+    sync_dtype: OfTraining[SyncDtype] = "fp32"
+    """Type of weights in averages. "fp16" sends half of their bytes and rounds rows that were trained: what changes a
+    weight by less than 1/4096 between two averages is lost. Optimizer states are sent as they are."""
+
     moment_scale: OfTraining[float | None] = None
     """With groups, a factor on the sums of squares by whose root Adagrad divides: from 1 / groups to 1, as gradients of
     a group are means over fewer samples. Of "adagrad" and "rowwise_adagrad"."""
@@ -79,7 +84,7 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         choices = {"exchange": ExchangeChoice, "forward_dtype": CommDtype, "backward_dtype": CommDtype, "mode": Mode}
-        for name, choice in choices.items():
+        for name, choice in {**choices, "sync_dtype": SyncDtype}.items():
             value = getattr(self, name)
             if value not in get_args(choice):
                 raise ConfigError(f"sharding.{name}: got {value!r}, needed one of {', '.join(get_args(choice))}.")
@@ -98,7 +103,8 @@ class ShardingConfig:
                 )
         if self.hot_bytes is not None and self.hot_bytes < 1:
             raise ConfigError(f"sharding.hot_bytes: got {self.hot_bytes}, needed at least 1.")
-        if (self.groups, self.sync_every, self.sync_delay, self.moment_scale) != (1, 1, 0, None):
+        of_groups = (self.groups, self.sync_every, self.sync_delay, self.sync_dtype, self.moment_scale)
+        if of_groups != (1, 1, 0, "fp32", None):
             named("embershard.extras.groups.settings:check_sharding")(self)
         limits = self.device_bytes if isinstance(self.device_bytes, tuple) else (self.device_bytes or 1,)
         if self.device_bytes == 0 or not limits or min(limits) < 1:

@@ -60,7 +60,7 @@ class RunShape:
         cores_per_node: that a CPU's ranks share; None: every rank has its own.
         groups: of so many ranks in all, which are replicas of each other; all other fields are of one group.
         groups_per_node: groups that share a node; 1: a group has a node or more.
-        sync_every: steps from one average of the groups' rows to the next.
+        sync_every: steps from one average of the groups' rows to the next, and `sync_number_bytes` of a weight in it.
     """
 
     world_size: int
@@ -81,6 +81,7 @@ class RunShape:
     groups: int = 1
     groups_per_node: int = 1
     sync_every: int = 1
+    sync_number_bytes: int = 4
 
     @property
     def all_ranks(self) -> int:

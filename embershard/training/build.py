@@ -166,8 +166,8 @@ def _maker(config: RunConfig) -> Callable[..., DistributedModelParallel]:
     if config.sharding.groups == 1:
         return partial(DistributedModelParallel, env=ShardingEnv.from_process_group(dist.group.WORLD))
     grouped = named("embershard.extras.groups.model:GroupedModelParallel")
-    every, delay = config.sharding.sync_every, config.sharding.sync_delay
-    return partial(grouped, groups=config.sharding.groups, sync_every=every, sync_delay=delay)
+    names = ("groups", "sync_every", "sync_delay", "sync_dtype")
+    return partial(grouped, **{name: getattr(config.sharding, name) for name in names})
 
 
 def _preferred(config: RunConfig, model: nn.Module, ranks: Ranks) -> dict[str, ParameterConstraints]:

@@ -482,7 +482,7 @@ class RunConfig:
             "embedding_optimizer": ("kind",),
             "dense_optimizer": ("kind",),
             "train": ("precision", "accumulate"),
-            "sharding": ("forward_dtype", "backward_dtype", "mode", "hot_bytes", "groups", "sync_every"),
+            "sharding": ("forward_dtype", "backward_dtype", "mode", "hot_bytes", "groups", "sync_every", "sync_dtype"),
         }
         found = {
             f"{part}.{name}": getattr(getattr(self, part), name) for part, names in depends.items() for name in names

@@ -104,7 +104,7 @@ def build_stock(case: Case, groups: int, hook: Callable[[Any], None] | None = No
 
 
 def build_ours(
-    case: Case, groups: int, sync_every: int, cached: bool = True, sync_delay: int = 0
+    case: Case, groups: int, sync_every: int, cached: bool = True, sync_delay: int = 0, **averages: Any
 ) -> GroupedModelParallel:
     """The same model in groups of ours."""
     torch.manual_seed(7)
@@ -112,7 +112,8 @@ def build_ours(
     sharders = parity.sharders_of(case, cached)
     plan = parity.plan_of(case, cached, model, sharders, size)
     with envs_are_kept():
-        return GroupedModelParallel(model, groups, plan, sharders, torch.device("cpu"), sync_every, sync_delay)
+        of_groups = (model, groups, plan, sharders, torch.device("cpu"), sync_every, sync_delay)
+        return GroupedModelParallel(*of_groups, **averages)
 
 
 def snapshot(model: Any) -> dict[str, list[Tensor]]:

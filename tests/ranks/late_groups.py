@@ -35,20 +35,26 @@ class Later:
         for tensor in tensors:
             copies = tensor.new_empty(self._env.replica_pg.size(), *tensor.shape)
             dist.all_gather_into_tensor(copies.view(-1), tensor.contiguous().view(-1), group=self._env.replica_pg)
-            total = copies[0].clone()
-            for other in copies[1:]:
-                total += other
-            mean = torch.where((copies == copies[0]).all(0), copies[0], total / len(copies))
+            mean = self.mean_of(copies)
             noted.append((tensor.clone(), mean))
             if not self.begins:
                 tensor.copy_(mean)
         if self.begins:
             self._noted.append(noted)
 
+    def mean_of(self, copies: Tensor) -> Tensor:
+        """Of a tensor's copies, [n, ...], in rank order; equal numbers stay."""
+        total = copies[0].clone()
+        for other in copies[1:]:
+            total += other
+        return torch.where((copies == copies[0]).all(0), copies[0], total / len(copies))
 
-def train_stock(case: Case, num_groups: int, every: int, delay: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
+
+def train_stock(
+    case: Case, num_groups: int, every: int, delay: int, hook: Later | None = None
+) -> tuple[dict[str, list[Tensor]], list[Any]]:
     """All of its numbers take part in each average, trained or not."""
-    hook = Later(num_groups)
+    hook = hook or Later(num_groups)
     model = groups.build_stock(case, num_groups, hook)
     due: list[int] = []
 
@@ -61,8 +67,8 @@ def train_stock(case: Case, num_groups: int, every: int, delay: int) -> tuple[di
             due.pop()
             sync(ends=True)
         if (step + 1) % every == 0:
-            sync(begins=True)
-            due.append(step + 1 + delay)
+            sync(begins=delay > 0)
+            due.extend([step + 1 + delay] * (delay > 0))
 
     losses = look_ahead.train(look_ahead.plain(model), look_ahead.batches(case), after)
     if due:
@@ -72,17 +78,24 @@ def train_stock(case: Case, num_groups: int, every: int, delay: int) -> tuple[di
 
 
 def compare(
-    case: Case, num_groups: int, every: int, delay: int, lookahead: int = 0, worker: bool | None = None
+    case: Case,
+    num_groups: int,
+    every: int,
+    delay: int,
+    lookahead: int = 0,
+    worker: bool | None = None,
+    hook: Later | None = None,
+    **averages: Any,
 ) -> groups.Outcome:
-    """Ours beside stock; what differed on this rank."""
+    """Ours beside stock; what differed on this rank. `averages`: more of `GroupedModelParallel`."""
     plain = dataclasses.replace(case, policy="lfu", ratio=1.0, cached=None, host_dir=None, host_bytes=None)
-    expected, losses = train_stock(plain, num_groups, every, delay)
-    model = groups.build_ours(case, num_groups, every, sync_delay=delay)
+    expected, losses = train_stock(plain, num_groups, every, delay, hook)
+    model = groups.build_ours(case, num_groups, every, sync_delay=delay, **averages)
     found = groups.train_ours(model, case, lookahead, worker)
     was_equal = model.rows_are_equal
     model.sync()
     different = [f"loss {step}" for step, (a, b) in enumerate(zip(losses, found, strict=True)) if a != b]
-    different += ["replicas are said to be equal"] * was_equal
+    different += ["replicas are said to be equal"] * (was_equal and delay > 0)
     final = groups.snapshot(model)
     return groups.Outcome(
         different + groups.differences(expected, final),

@@ -376,10 +376,10 @@ def traffic(sync_every: int) -> tuple[float, Any]:
     model, sent = groups.build_ours(group_case(dims=(32,) * 4), 2, sync_every), 0.0
     average = row_sync.RowSync._average
 
-    def counted(self: Any, own: Any) -> None:
+    def counted(self: Any, *own: Any) -> None:
         nonlocal sent
         before = sent_bytes()
-        average(self, own)
+        average(self, *own)
         sent += (sent_bytes() - before).sync
 
     with mock.patch.object(row_sync.RowSync, "_average", counted):

@@ -13,6 +13,7 @@ from embershard.extras.groups.model import GroupedModelParallel
 from embershard.extras.groups.predicted import sync_work
 from embershard.planning.cost.rates import StepWork
 from embershard.settings.decoding import to_toml
+from embershard.sharding.config import SyncDtype
 from embershard.sharding.plan import Plan
 from embershard.sharding.sizes import PlacedShard
 from embershard.training.config import RunConfig
@@ -54,10 +55,16 @@ def planned(config: RunConfig, world_size: int) -> StepWork:
     return sync_work(workload, places)
 
 
-@pytest.mark.parametrize(("num_groups", "sync_every"), [(2, 3), matrix(4, 4), matrix(2, 1), matrix(2, 12)])
-def test_averages_send_what_plans_predict(four_ranks: RankPool, num_groups: int, sync_every: int) -> None:
+@pytest.mark.parametrize(
+    ("num_groups", "sync_every", "dtype"),
+    [(2, 3, "fp32"), (2, 3, "fp16"), matrix(4, 4, "fp32"), matrix(2, 1, "fp32"), matrix(2, 12, "fp16")],
+)
+def test_averages_send_what_plans_predict(
+    four_ranks: RankPool, num_groups: int, sync_every: int, dtype: SyncDtype
+) -> None:
     """Rows and keys within 5 %, and so are a result's bytes; those of averages twice as often are not."""
     config = config_of(num_groups, sync_every, steps=STEPS, data=small_data(6000, scale=0.001))
+    config = dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, sync_dtype=dtype))
     found = four_ranks.run(sent_for_averages, config)
     size = 4 // num_groups
     assert {syncs for syncs, *_ in found} == {STEPS // sync_every}
@@ -68,6 +75,9 @@ def test_averages_send_what_plans_predict(four_ranks: RankPool, num_groups: int,
     sent = sum(rank["sync"] for rank in found[0][-1][:size]) / STEPS
     assert sent == pytest.approx(counted, rel=0.02), "what result.json says"
     assert sent == pytest.approx(planned(config, 4).sent_sync_bytes, rel=0.05)
+    if dtype == "fp16":
+        in_full = dataclasses.replace(config.sharding, sync_dtype="fp32")
+        assert planned(dataclasses.replace(config, sharding=in_full), 4).sent_sync_bytes > 1.3 * counted
     if sync_every > 1:
         oftener = dataclasses.replace(config.sharding, sync_every=sync_every // 2)
         assert planned(dataclasses.replace(config, sharding=oftener), 4).sent_sync_bytes > 1.1 * counted

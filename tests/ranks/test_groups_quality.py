@@ -22,7 +22,7 @@ def measured() -> dict[str, Any]:
     """On this rank: one seed of a small run."""
     config = config_of(num_groups=1, steps=8)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_every=None))
-    options = argparse.Namespace(groups=2, sync_every=[1, 4], scales=[1.0, 0.5], seeds=1)
+    options = argparse.Namespace(groups=2, sync_every=[1, 4], scales=[1.0, 0.5], types=["fp32", "fp16"], seeds=1)
     with groups.envs_are_kept():
         return group_quality.measure(config, here(), options)["runs"]
 
@@ -31,7 +31,10 @@ def test_every_setting_is_trained_beside_one_group(two_ranks: RankPool) -> None:
     found, of_other_rank = two_ranks.run(measured)
     assert list(found) == [
         "one group, c 1", "one group, c 2", "one group, c 0.5",
-        *(f"2 groups, every {every}, c {scale}" for every in (1, 4) for scale in (1, 0.5)),
+        *(
+            f"2 groups, every {every}, c {scale}{dtype}"
+            for every in (1, 4) for scale in (1, 0.5) for dtype in ("", ", averages in fp16")
+        ),
     ]  # fmt: skip
     quality = {name: each["runs"][0]["auc"] for name, each in found.items()}
     assert quality == {name: each["runs"][0]["auc"] for name, each in of_other_rank.items()}

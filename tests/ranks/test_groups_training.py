@@ -253,12 +253,12 @@ def interrupted(config: RunConfig, folder: Path) -> tuple[Trained, list[str]]:
     names = []
     average, count = row_sync.mean_over, 0
 
-    def fail_late(parts: Any, group: Any) -> Any:
+    def fail_late(*given: Any) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             raise KeyboardInterrupt
-        return average(parts, group)
+        return average(*given)
 
     with mock.patch.object(row_sync, "mean_over", fail_late), pytest.raises(KeyboardInterrupt):
         train(config, folder)

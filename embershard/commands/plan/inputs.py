@@ -85,6 +85,7 @@ def _group(config: RunConfig, world_size: int, ranks_per_node: int, cores_per_no
         "groups": config.sharding.groups,
         "groups_per_node": per_node,
         "sync_every": config.sharding.sync_every,
+        "sync_number_bytes": 2 if config.sharding.sync_dtype == "fp16" else 4,
         "cores_per_node": cores_per_node and max(1, cores_per_node // per_node),
     }
 

@@ -22,26 +22,27 @@ class LateAverage:
 
     Args:
         device: of this rank.
-        mean: returns the means of parts of rows over the groups. Collective; nothing else may use its process group
-            while it runs.
+        mean: returns the means of parts of rows over the groups, some of which travel as fp16. Collective; nothing else
+            may use its process group while it runs.
     """
 
-    def __init__(self, device: torch.device, mean: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+    def __init__(self, device: torch.device, mean: Callable[[Sequence[Tensor], Sequence[bool]], list[Tensor]]) -> None:
         self._mean, self._worker = mean, CacheWorker(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._before: list[list[Tensor]] = []
+        self._halved: list[list[bool]] = []
         self._means: list[list[Tensor]] = []
 
-    def begin(self, before: list[list[Tensor]]) -> None:
+    def begin(self, before: list[list[Tensor]], halved: list[list[bool]]) -> None:
         """Begin the average of parts of rows, which are its own."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._before, self._means = before, []
+        self._before, self._halved, self._means = before, halved, []
         self._worker.start(self._average)
 
     def _average(self) -> None:
         with self._on_stream():
-            self._means = [self._mean(parts) for parts in self._before]
+            self._means = [self._mean(*each) for each in zip(self._before, self._halved, strict=True)]
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from embershard.extras.groups.groups import Groups
 from embershard.extras.groups.row_sync import RowSync, SyncCounts
+from embershard.sharding.config import SyncDtype
 
 
 class GroupedModelParallel(DistributedModelParallel):
@@ -43,6 +44,7 @@ class GroupedModelParallel(DistributedModelParallel):
         device: of this rank.
         sync_every: steps between averages.
         sync_delay: steps that an average is computed beside, up to `sync_every`: see `RowSync`.
+        sync_dtype: of weights in averages; "fp16" takes half of the bytes, and rounds.
         rest: as `DistributedModelParallel` takes them.
 
     Raises:
@@ -59,6 +61,7 @@ class GroupedModelParallel(DistributedModelParallel):
         device: torch.device | None = None,
         sync_every: int = 1,
         sync_delay: int = 0,
+        sync_dtype: SyncDtype = "fp32",
         **rest: Any,
     ) -> None:
         device = torch.device(device or "cpu")
@@ -66,7 +69,7 @@ class GroupedModelParallel(DistributedModelParallel):
         env = shape.make_env(device)
         placed = shape.remapped(plan, env.global_rank, device)
         super().__init__(module, env=env, device=device, plan=placed, sharders=sharders, **rest)
-        self._row_sync = RowSync(self, env, sync_every, sync_delay)
+        self._row_sync = RowSync(self, env, sync_every, sync_delay, sync_dtype)
 
     def end_step(self, must_be_equal: bool = False) -> bool:
         """Note a trained step; after every `sync_every`-th, average the rows. Return True if replicas are equal then:

@@ -64,7 +64,8 @@ def sync_work(workload: Workload, shards: Sequence[PlacedShard]) -> StepWork:
     """Return what a rank with these shards sends for the averages of its groups, in the mean of all steps.
 
     With n groups, and U rows that any of them looks up between two averages, it sends 2 (n - 1) / n times the bytes of
-    U rows, with their states; and the numbers of those that its own group looked up to each other group.
+    U rows, with their states; and the numbers of those that its own group looked up to each other group. Weights may be
+    sent as fp16.
     """
     shape, others = workload.shape, workload.shape.groups - 1
     of_group = replace(workload, shape=replace(shape, batch_size=shape.batch_size * shape.sync_every))
@@ -74,7 +75,9 @@ def sync_work(workload: Workload, shards: Sequence[PlacedShard]) -> StepWork:
         if shard.kernel == "replicated":  # its gradients are those of all ranks
             continue
         own, every = (each.counted_reports([shard], 2 * shard.table.rows)[0].unique_ids for each in (of_group, of_all))
-        sent += 2 * others / shape.groups * every * shard.row_bytes + others * own * _KEY_BYTES
+        weights = min(shard.table.weight_bytes(shard.columns), shape.sync_number_bytes * shard.columns)
+        row_bytes = weights + shard.table.optimizer_bytes(shard.columns)
+        sent += 2 * others / shape.groups * every * row_bytes + others * own * _KEY_BYTES
     sent /= shape.sync_every
     here = min(shape.groups, shape.groups_per_node) - 1
     return StepWork(

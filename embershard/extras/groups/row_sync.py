@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from embershard.distributed.traffic import counted_as
 from embershard.errors import ConfigError, ShardingError
 from embershard.extras.groups.late_average import LateAverage, group_beside, moved
 from embershard.extras.groups.synced_rows import GroupsGuard, synced_rows
+from embershard.sharding.config import SyncDtype
 from embershard.sharding.torchrec.compat import GroupedEnv
 from embershard.stages import is_stage
 
@@ -35,7 +36,7 @@ class SyncCounts:
     Attributes:
         syncs: averages.
         rows: trained by any group, in all of them.
-        row_bytes: weights and states of these rows.
+        row_bytes: weights and states of these rows, as they are sent.
         key_bytes: of the keys that this rank told of.
     """
 
@@ -64,6 +65,11 @@ class RowSync:
 
     Where all copies of a number are equal it stays, too: a sum of three equal floats divided by three is often another.
 
+    With "fp16", float32 weights are rounded before they are sent, added up as float32, and their mean is rounded once
+    more: all replicas take these bits, that which computed them too. What is above 65,504 becomes infinite: checks of
+    losses and rows see it. States stay as they are, for sums of squares leave fp16's range, and one that became 0 would
+    make a step thousands of times as long. Rows that begin otherwise are averaged as they are.
+
     The constructor compares what the replicas hold: where they differ before training, all rows are averaged once.
 
     Args:
@@ -71,27 +77,38 @@ class RowSync:
         sync_every: steps between averages.
         sync_delay: steps that an average is computed beside; rows then get the mean, and keep what those steps added to
             them. 0: nothing is trained meanwhile.
+        dtype: of weights on the way, "fp32" or "fp16".
 
     Attributes:
         counts: what was moved so far.
 
     Raises:
-        ConfigError: a number of steps is out of range, or a table is of a kind that cannot be averaged.
+        ConfigError: a number of steps is out of range, there is no such type, or a table is of a kind that cannot be
+            averaged.
         ShardingError: the replicas do not have the same tables, shards and states, on all ranks.
     """
 
-    def __init__(self, model: nn.Module, env: GroupedEnv, sync_every: int = 1, sync_delay: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        env: GroupedEnv,
+        sync_every: int = 1,
+        sync_delay: int = 0,
+        dtype: SyncDtype = "fp32",
+    ) -> None:
         if not 0 <= sync_delay <= sync_every or sync_every < 1:
             raise ConfigError(
                 f"got sync_every={sync_every}, sync_delay={sync_delay}; needed 1 or more steps between averages, and 0 "
                 "to as many that an average is computed beside"
             )
+        if dtype not in get_args(SyncDtype):
+            raise ConfigError(f"got sync_dtype={dtype!r}, needed one of {', '.join(get_args(SyncDtype))}")
         self._group, self._every, self._device = env.replica_pg, sync_every, torch.device(env.device_mesh.device_type)
-        self._number, self._delay = dist.get_world_size(self._group), sync_delay
+        self._number, self._delay, self._is_half = dist.get_world_size(self._group), sync_delay, dtype == "fp16"
         self._late = None
         if sync_delay:
             group = group_beside(env)
-            self._late = LateAverage(self._device, counted_as("sync")(lambda parts: mean_over(parts, group)))
+            self._late = LateAverage(self._device, counted_as("sync")(lambda *of_chunk: mean_over(group, *of_chunk)))
         self._begun: _Begun | None = None
         self._guard = GroupsGuard(f"rank {env.global_rank}, rows of all groups")
         self._rows = synced_rows(model, self._guard)
@@ -140,7 +157,7 @@ class RowSync:
             self._end_late()
         self._guard.check()
         with self._guard.change(_AVERAGING), counted_as("sync"):
-            self._average([rows.take() for rows in self._rows])
+            self._average([rows.take() for rows in self._rows], self._is_half)
             self._equal_at = self._steps
 
     @is_stage("averages")
@@ -149,8 +166,9 @@ class RowSync:
         assert self._late is not None, "averages have a delay"
         self._guard.check()
         with self._guard.change(_AVERAGING), counted_as("sync"):
-            chunks = list(self._to_average([rows.take() for rows in self._rows]))
-            self._late.begin([self._select(chunk) for chunk in chunks])
+            chunks = list(self._to_average([rows.take() for rows in self._rows], self._is_half))
+            halved = [self._halved(chunk) if self._is_half else [] for chunk in chunks]
+            self._late.begin([self._select(chunk) for chunk in chunks], halved)
             self._begun = _Begun(self._steps, chunks)
 
     @is_stage("averages")
@@ -213,18 +231,25 @@ class RowSync:
         dist.all_gather_object(every, own, self._group)
         return every
 
-    def _average(self, own: Sequence[Tensor]) -> None:
-        """Average the rows whose keys any replica gives."""
-        for chunk in self._to_average(own):
-            self._replace(chunk, mean_over(self._select(chunk), self._group))
+    def _average(self, own: Sequence[Tensor], is_half: bool = False) -> None:
+        """Average the rows whose keys any replica gives; `is_half`: their weights travel as fp16."""
+        for chunk in self._to_average(own, is_half):
+            halved = self._halved(chunk) if is_half else []
+            self._replace(chunk, mean_over(self._group, self._select(chunk), halved))
 
-    def _to_average(self, own: Sequence[Tensor]) -> Iterator[_Chunk]:
+    def _to_average(self, own: Sequence[Tensor], is_half: bool) -> Iterator[_Chunk]:
         """Yield the rows whose keys any replica gives, and count them."""
         keys = union_of_keys(own, self._group, self._device)
-        sizes = [(each.numel(), each.numel() * rows.row_bytes) for each, rows in zip(keys, self._rows, strict=True)]
+        row_bytes = [rows.row_bytes - is_half * rows.wide_bytes // 2 for rows in self._rows]
+        sizes = [(each.numel(), each.numel() * size) for each, size in zip(keys, row_bytes, strict=True)]
         num_rows, num_bytes = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
         yield from self._chunks(keys)
         self.counts = self.counts.plus(num_rows, num_bytes, 4 * sum(each.numel() for each in own))
+
+    def _halved(self, chunk: _Chunk) -> list[bool]:
+        """Return of each part of these rows whether it travels as fp16: float32 weights."""
+        rows = [self._rows[number] for number, _ in chunk]
+        return [part == 0 and each.wide_bytes > 0 for each in rows for part in range(each.num_parts)]
 
     def _select(self, chunk: _Chunk) -> list[Tensor]:
         return [part for number, some in chunk for part in self._rows[number].select(some)]
@@ -273,15 +298,19 @@ def union_of_keys(own: Sequence[Tensor], group: dist.ProcessGroup, device: torch
     return [torch.cat(of_list).long().unique() for of_list in zip(*parts, strict=True)]
 
 
-def mean_over(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def mean_over(group: dist.ProcessGroup, parts: Sequence[Tensor], halved: Sequence[bool] = ()) -> list[Tensor]:
     """Return the means of tensors over the ranks, number by number: every rank gets the same bits. Collective.
 
     A rank averages its share of the numbers, of all ranks, and sends the means to all: 2 (n - 1) / n times the bytes.
+
+    Args:
+        halved: of each tensor, whether it and its mean travel as fp16; empty: none does.
     """
     ranks, found = dist.get_world_size(group), list(parts)
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        own = [number for number, part in enumerate(parts) if part.dtype == dtype]
-        flat = torch.cat([parts[number].reshape(-1) for number in own])
+    outgoing = [part.half() if half else part for part, half in zip(parts, halved or [False] * len(parts), strict=True)]
+    for dtype in dict.fromkeys(part.dtype for part in outgoing):
+        own = [number for number, part in enumerate(outgoing) if part.dtype == dtype]
+        flat = torch.cat([outgoing[number].reshape(-1) for number in own])
         share = -(-flat.numel() // ranks)
         sent = torch.nn.functional.pad(flat, (0, share * ranks - flat.numel()))
         received = torch.empty_like(sent)
@@ -290,7 +319,7 @@ def mean_over(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
         gather_into(sent.view(torch.uint8), mean.view(torch.uint8), group)
         sizes = [parts[number].numel() for number in own]
         for number, values in zip(own, sent[: flat.numel()].split(sizes), strict=True):
-            found[number] = values.view(parts[number].shape)
+            found[number] = values.view(parts[number].shape).to(parts[number].dtype)
     return found
 
 

@@ -37,7 +37,7 @@ def check_sharding(config: ShardingConfig) -> None:
             f"sharding.sync_delay: got {config.sync_delay}, needed 0 to sync_every={config.sync_every} steps, as an "
             "average ends before the next one begins."
         )
-    alone = {"sync_every": 1, "sync_delay": 0, "moment_scale": None}
+    alone = {"sync_every": 1, "sync_delay": 0, "sync_dtype": "fp32", "moment_scale": None}
     for name, default in alone.items() if config.groups == 1 else ():
         if getattr(config, name) != default:
             raise ConfigError(f"sharding.{name} has no effect with one group. Set sharding.groups, or remove it.")

@@ -32,6 +32,7 @@ class SyncedRows(Protocol):
         name: for messages.
         num_rows: of them.
         row_bytes: weights and optimizer states of a row.
+        wide_bytes: of them, weights that are float32.
         num_parts: weights, and states.
         meaning: what must be the same on all replicas, so that a key is the same row everywhere.
         start: digest of what the rows hold before anything was trained.
@@ -40,6 +41,7 @@ class SyncedRows(Protocol):
     name: str
     num_rows: int
     row_bytes: int
+    wide_bytes: int
     num_parts: int
     meaning: str
 
@@ -100,7 +102,7 @@ class PoolRows:
     def __init__(self, pool: CachedTableBatchedEmbeddings, guard: ChangeGuard) -> None:
         shape = pool.host.shape
         self.name, self.num_rows, self.row_bytes = pool.cache.name, pool.host.num_rows, shape.row_bytes
-        self.num_parts = len(shape.parts)
+        self.num_parts, self.wide_bytes = len(shape.parts), shape.weight_bytes * (shape.dtype == torch.float32)
         self.meaning = repr((pool.shards, shape.parts, type(pool.host).__name__))
         self._pool, self._marks = pool, _SyncMarks(pool, guard)
         self._device = pool.cache.state.map.device
@@ -136,7 +138,7 @@ class TableRows:
         self._parts, self._marks = [weights.detach(), *(state.detach() for state in states)], marks
         self._parts = [part.view(self.num_rows, -1) for part in self._parts]
         self.row_bytes = sum(part.shape[1] * part.itemsize for part in self._parts)
-        self.num_parts = len(self._parts)
+        self.num_parts, self.wide_bytes = len(self._parts), weights.shape[1] * 4 * (weights.dtype == torch.float32)
         self.meaning = repr((name, [(part.shape, part.dtype) for part in self._parts]))
 
     @property

@@ -110,7 +110,7 @@ def _in_groups(setup: Setup, num_ranks: int) -> list[Setup]:
     sharding = setup.config.sharding
     if sharding.groups == 1:
         return [setup]
-    alone = replace(sharding, groups=1, sync_every=1, sync_delay=0, moment_scale=None)
+    alone = replace(sharding, groups=1, sync_every=1, sync_delay=0, sync_dtype="fp32", moment_scale=None)
     found = [replace(setup, config=replace(setup.config, sharding=alone))]
     if (nodes := found[0].shaped(num_ranks).num_nodes) > 1:
         in_nodes = replace(sharding, groups=nodes)

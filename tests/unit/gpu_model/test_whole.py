@@ -491,6 +491,7 @@ NOT_HERE: dict[str, tuple[str, ...]] = {
     "a kernel of another package, for GPUs only": ("model.hstu.kernel=fbgemm",),
     "torch casts by the device that it knows, and takes the model's tensors for those of a CPU": ("train.precision",),
     "TorchRec's codecs are FBGEMM's kernels": ("sharding.forward_dtype", "sharding.backward_dtype"),
+    "of groups of ranks, which need two processes": ("sharding.sync_dtype",),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,10 +35,12 @@ def test_what_cannot_be_planned_is_refused(name: str, groups: int, needed: str) 
         seen_from_a_group(machine, groups, machine.world_size)
 
 
-def averages(groups: int, per_node: int = 1, sync_every: int = 1) -> StepWork:
+def averages(groups: int, per_node: int = 1, sync_every: int = 1, number_bytes: int = 4, **of_table: Any) -> StepWork:
     workload = make_workload(world_size=2)
     shape = replace(workload.shape, groups=groups, groups_per_node=per_node, sync_every=sync_every)
-    workload = replace(workload, shape=shape)
+    tables = tuple(replace(each, **of_table) for each in workload.model.tables)
+    model = replace(workload.model, tables=tables)
+    workload = replace(workload, shape=replace(shape, sync_number_bytes=number_bytes), model=model)
     places = [PlacedShard(each, 0, 0, each.rows, each.dim, "table_wise", "cached") for each in workload.model.tables]
     return sync_work(workload, places)
 
@@ -48,6 +51,18 @@ def test_averages_go_between_nodes_where_groups_are() -> None:
     assert half.network_sync_bytes == pytest.approx(2 * half.sent_sync_bytes), "one of three others is on the node"
     assert half.sent_sync_bytes + half.network_sync_bytes == pytest.approx(averages(4).network_sync_bytes)
     assert averages(2, per_node=2).network_sync_bytes == 0
+
+
+def test_weights_in_fp16_take_half_of_the_bytes_and_states_as_many() -> None:
+    def of_weights(number_bytes: int, state_bytes: int) -> float:
+        sent, none = (averages(2, number_bytes=each, state_bytes_per_column=state_bytes) for each in (number_bytes, 0))
+        return sent.network_sync_bytes - none.network_sync_bytes
+
+    assert of_weights(4, 0) == pytest.approx(of_weights(4, 4))
+    assert of_weights(2, 4) == pytest.approx(of_weights(4, 4) / 2)
+    assert of_weights(2, 4) > 10_000
+    already = [averages(2, number_bytes=each, dtype="fp16").network_sync_bytes for each in (4, 2)]
+    assert already[0] == already[1], "they are sent as they are"
 
 
 def test_rows_that_are_averaged_later_are_averaged_once() -> None:

@@ -38,6 +38,8 @@ pytestmark = pytest.mark.extra
         ({"groups": 2, "sync_every": 2, "sync_delay": 3}, "needed 0 to sync_every=2 steps"),
         ({"sync_delay": 1, "sync_every": 2}, "sharding.sync_every has no effect with one group"),
         ({"sync_delay": 1}, "sharding.sync_delay has no effect with one group"),
+        ({"sync_dtype": "fp16"}, "sharding.sync_dtype has no effect with one group"),
+        ({"groups": 2, "sync_dtype": "int8"}, "sharding.sync_dtype: got 'int8', needed one of fp32, fp16"),
         ({"groups": 2, "moment_scale": 1.5}, "a factor above 0 and up to 1"),
         ({"sync_every": 4}, "sharding.sync_every has no effect with one group"),
         ({"moment_scale": 0.5}, "sharding.moment_scale has no effect with one group"),
