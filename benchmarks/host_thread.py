@@ -41,7 +41,7 @@ from unittest import mock
 import torch
 from torch.autograd import profiler
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.models.dlrm import SparseArch
+from torchrec.models.dlrm import InteractionArch, SparseArch
 
 from benchmarks.common import machine, make_parser, median_ms, report, settings_of
 from benchmarks.host_clock import REST, HostClock, keep_memory, medians
@@ -274,7 +274,8 @@ class Steps:
 
     def _stock(self, stack: contextlib.ExitStack) -> Callable[[], Any]:
         model = {name: value for name, value in MODES[self._mode].items() if name.startswith("model.")}
-        with contextlib.ExitStack() as own:  # TorchRec's own layer, too
+        with contextlib.ExitStack() as own:  # TorchRec's own layers, too
+            own.enter_context(mock.patch.object(build, "Interactions", InteractionArch))
             for layers in (build, factorization):
                 own.enter_context(mock.patch.object(layers, "PooledRows", SparseArch))
             trainer = self._trainer(stack, {**model, **_STOCK})

@@ -19,6 +19,7 @@ from embershard.models.config import (
     ModelConfig,
 )
 from embershard.models.dropout import add_dropout
+from embershard.models.interactions import Interactions
 from embershard.models.loss import WithLoss
 from embershard.models.table_modules import PooledRows, bags_of
 from embershard.models.tables import built_in_tables
@@ -67,6 +68,7 @@ def build_dlrm(config: ModelConfig, schema: Schema, device: torch.device) -> Wit
     with device:
         if config.crossing == "dlrm":
             model: Any = DLRM(collection, len(schema.dense), *layers, dense_device=device)
+            model.inter_arch = Interactions(len(model.sparse_arch.sparse_feature_names))
         else:
             cross = config.dcn_num_layers or DCN_NUM_LAYERS, config.dcn_low_rank_dim or DCN_LOW_RANK_DIM
             model = DLRM_DCN(collection, len(schema.dense), *layers, *cross, dense_device=device)

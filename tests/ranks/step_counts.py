@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.models.dlrm import SparseArch
+from torchrec.models.dlrm import InteractionArch, SparseArch
 
 from embershard.cache import CacheConfig
 from embershard.data import BatchStream, DataConfig
@@ -147,7 +147,8 @@ def ours(further_read: bool = False) -> dict[str, int]:
 
 def stock() -> dict[str, int]:
     """Counts of TorchRec's own steps over the same tables, with TorchRec's own layers."""
-    with mock.patch.object(build, "PooledRows", SparseArch):
+    theirs = {"PooledRows": SparseArch, "Interactions": InteractionArch}
+    with mock.patch.multiple(build, **theirs):
         trainer = Trainer(config(cached=False), planned.here())
     pipeline: Any = TrainPipelineSparseDist(trainer.model, trainer.optimizers.dense, trainer.ranks.device)
     batches = iter(trainer.stream)
