@@ -89,11 +89,11 @@ class _Kill:
         self.operation()
         _sync(handle)
 
-    def move(self, io: PageIo, loop: Any, one: Any, file: int, pages: Any, page_bytes: int, *memory: Any) -> None:
+    def move(self, writes: bool, file: int, pages: Any, page_bytes: int, *memory: Any) -> None:
         if self.count == self.at:
-            _move(io, loop, one, file, pages[: len(pages) // 2], page_bytes, *memory)
+            _move(writes, file, pages[: len(pages) // 2], page_bytes, *memory)
         self.operation()
-        _move(io, loop, one, file, pages, page_bytes, *memory)
+        _move(writes, file, pages, page_bytes, *memory)
 
 
 _write, _sync, _move = digests._DigestedFile._write, os.fsync, PageIo._move
@@ -108,7 +108,7 @@ def killed(folder: Path, work: Callable[[], None], kill_at: int | None = None) -
         kill = _Kill(str(folder), 1 << 60 if kill_at is None else kill_at)
         sys.addaudithook(kill.watch)
         digests._DigestedFile._write = lambda file, view: kill.write(file, view)  # type: ignore[method-assign]
-        PageIo._move = lambda io, *arguments: kill.move(io, *arguments)  # type: ignore[method-assign]
+        PageIo._move = lambda _, *arguments: kill.move(*arguments)  # type: ignore[method-assign]
         os.fsync = kill.sync
         work()
         found, kill.at = kill.count, 1 << 60
