@@ -22,7 +22,7 @@ def per_step(counts: dict[str, int], frames: float) -> dict[str, float]:
 
 def test_a_step_of_one_rank(one_rank: RankPool) -> None:
     (ours,), (stock,) = one_rank.run(step_counts.ours), one_rank.run(step_counts.stock)
-    frames = 7739 / STEPS
+    frames = 7691 / STEPS
     assert per_step(ours, frames) == {"operations": 252, "frames": frames, "reads": 2}
     assert ours["operations"] < stock["operations"]
     assert stock["reads"] / STEPS == 9
@@ -30,7 +30,7 @@ def test_a_step_of_one_rank(one_rank: RankPool) -> None:
 
 def test_a_step_of_two_ranks(two_ranks: RankPool) -> None:
     found, (stock, _) = two_ranks.run(step_counts.ours), two_ranks.run(step_counts.stock)
-    frames = 8191 / STEPS
+    frames = 8143 / STEPS
     for ours in found:
         assert per_step(ours, frames) == {
             "operations": 295,
