@@ -357,7 +357,7 @@ class FrozenRows:
             CacheError: as `read`.
 
         >>> from embershard.cache.homes.memory import MemoryRows
-            >>> home = MemoryRows(PoolShape([4], dim=2))
+        >>> home = MemoryRows(PoolShape([4], dim=2))
         >>> _ = home.weights.copy_(torch.arange(8.0).reshape(4, 2))
         >>> frozen = home.freeze()
         >>> home.before_write(torch.tensor([2]))
