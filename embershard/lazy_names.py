@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,7 @@ def _imported(node: ast.ImportFrom) -> list[str]:
     if names != ["*"]:
         return names
     file = Path(__file__).parents[1].joinpath(*str(node.module).split(".")).with_suffix(".py")
-    functions = [each.name for each in ast.parse(file.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
-    return [name for name in functions if not name.startswith("_")]
+    return re.findall(r"^def ([a-z]\w*)", file.read_text("utf-8"), re.MULTILINE)  # parsed, they would take 20 ms
 
 
 def named(place: str) -> Any:
