@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -22,33 +22,26 @@ class LateAverage:
 
     Args:
         device: of this rank.
-        mean: returns the means of parts of rows over the groups, some of which travel as fp16. Collective; nothing else
-            may use its process group while it runs.
     """
 
-    def __init__(self, device: torch.device, mean: Callable[[Sequence[Tensor], Sequence[bool]], list[Tensor]]) -> None:
-        self._mean, self._worker = mean, CacheWorker(device)
+    def __init__(self, device: torch.device) -> None:
+        self._worker = CacheWorker(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._before: list[list[Tensor]] = []
-        self._halved: list[list[bool]] = []
         self._means: list[list[Tensor]] = []
 
-    def begin(self, before: list[list[Tensor]], halved: list[list[bool]]) -> None:
-        """Begin the average of parts of rows, which are its own."""
+    def begin(self, average: Callable[[], list[list[Tensor]]]) -> None:
+        """Begin `average`, which returns means. It is collective: nothing else may use its process group meanwhile."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._before, self._halved, self._means = before, halved, []
-        self._worker.start(self._average)
 
-    def _average(self) -> None:
-        with self._on_stream():
-            self._means = [self._mean(*each) for each in zip(self._before, self._halved, strict=True)]
+        def run() -> None:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._means = average()
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        self._worker.start(run)
 
-    def end(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Wait for the average that was begun; return the parts that it was given, and their means.
+    def end(self) -> list[list[Tensor]]:
+        """Wait for the average that was begun, and return its means.
 
         Raises:
             Exception: that of a collective, once.
@@ -57,14 +50,13 @@ class LateAverage:
         self._worker.check()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        found = list(zip(self._before, self._means, strict=True))
-        self._before, self._means = [], []
-        return found
+        means, self._means = self._means, []
+        return means
 
     def drop(self) -> None:
         """Wait for the average that was begun, if any, and forget it, even one that failed."""
         self._worker.join()
-        self._before, self._means, self._worker.failure = [], [], None
+        self._means, self._worker.failure = [], None
 
 
 def group_beside(env: GroupedEnv) -> dist.ProcessGroup:

@@ -52,10 +52,11 @@ class SyncCounts:
 
 @dataclass(frozen=True)
 class _Begun:
-    """An average that is computed beside steps: behind which one it began, and its rows."""
+    """An average that is computed beside steps: behind which one it began, its rows, and what they were."""
 
     step: int
     chunks: list[_Chunk]
+    before: list[list[Tensor]]
 
 
 class RowSync:
@@ -105,10 +106,8 @@ class RowSync:
             raise ConfigError(f"got sync_dtype={dtype!r}, needed one of {', '.join(get_args(SyncDtype))}")
         self._group, self._every, self._device = env.replica_pg, sync_every, torch.device(env.device_mesh.device_type)
         self._number, self._delay, self._is_half = dist.get_world_size(self._group), sync_delay, dtype == "fp16"
-        self._late = None
-        if sync_delay:
-            group = group_beside(env)
-            self._late = LateAverage(self._device, counted_as("sync")(lambda *of_chunk: mean_over(group, *of_chunk)))
+        self._late = LateAverage(self._device) if sync_delay else None
+        self._late_group = group_beside(env) if sync_delay else None
         self._begun: _Begun | None = None
         self._guard = GroupsGuard(f"rank {env.global_rank}, rows of all groups")
         self._rows = synced_rows(model, self._guard)
@@ -163,13 +162,21 @@ class RowSync:
     @is_stage("averages")
     def _begin_late(self) -> None:
         """Read the rows of an average, which other steps are trained beside."""
-        assert self._late is not None, "averages have a delay"
+        late, group = self._late, self._late_group
+        assert late is not None, "averages have a delay"
+        assert group is not None, "averages have a delay"
         self._guard.check()
         with self._guard.change(_AVERAGING), counted_as("sync"):
             chunks = list(self._to_average([rows.take() for rows in self._rows], self._is_half))
             halved = [self._halved(chunk) if self._is_half else [] for chunk in chunks]
-            self._late.begin([self._select(chunk) for chunk in chunks], halved)
-            self._begun = _Begun(self._steps, chunks)
+            before = [self._select(chunk) for chunk in chunks]
+
+            @counted_as("sync")  # of the thread, too
+            def average() -> list[list[Tensor]]:
+                return [mean_over(group, *each) for each in zip(before, halved, strict=True)]
+
+            late.begin(average)
+            self._begun = _Begun(self._steps, chunks, before)
 
     @is_stage("averages")
     def _end_late(self) -> None:
@@ -179,8 +186,8 @@ class RowSync:
         assert begun is not None, "an average has begun"
         self._guard.check()
         with self._guard.change(_AVERAGING):
-            chunks, self._begun = begun.chunks, None
-            for chunk, (before, means) in zip(chunks, late.end(), strict=True):
+            self._begun = None
+            for chunk, before, means in zip(begun.chunks, begun.before, late.end(), strict=True):
                 now = self._select(chunk)
                 self._replace(chunk, [moved(*each) for each in zip(now, before, means, strict=True)])
 
