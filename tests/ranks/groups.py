@@ -74,14 +74,24 @@ def stock_collection() -> Any:
 
 
 def in_rank_order(tensors: Sequence[Tensor]) -> None:
-    """Average over replicas, which are single ranks, in rank order; equal numbers stay as they are."""
+    """Average over replicas, which are single ranks, by `mean_in_rank_order`."""
     for tensor in tensors:
-        copies = torch.empty(dist.get_world_size(), *tensor.shape)
-        dist.all_gather_into_tensor(copies.view(-1), tensor.contiguous().view(-1))
-        total = copies[0].clone()
-        for other in copies[1:]:
-            total += other
-        tensor.copy_(torch.where((copies == copies[0]).all(0), copies[0], total / len(copies)))
+        tensor.copy_(mean_in_rank_order(copies_of(tensor, dist.group.WORLD)))
+
+
+def copies_of(tensor: Tensor, group: Any) -> Tensor:
+    """The tensors of a group's ranks: [n, ...]."""
+    copies = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather_into_tensor(copies.view(-1), tensor.contiguous().view(-1), group=group)
+    return copies
+
+
+def mean_in_rank_order(copies: Tensor) -> Tensor:
+    """The mean of copies [n, ...], added up in their order; equal numbers stay as they are."""
+    total = copies[0].clone()
+    for other in copies[1:]:
+        total += other
+    return torch.where((copies == copies[0]).all(0), copies[0], total / len(copies))
 
 
 def build_stock(case: Case, groups: int, hook: Callable[[Any], None] | None = None) -> Any:
@@ -211,6 +221,13 @@ def _compare(
     expected, losses = _stock(plain, groups, sync_every, in_order)
     model = build_ours(case, groups, sync_every, cached)
     found = train_ours(model, case, lookahead, worker)
+    return outcome(model, expected, losses, found)
+
+
+def outcome(
+    model: GroupedModelParallel, expected: dict[str, list[Tensor]], losses: Sequence[Any], found: Sequence[Any]
+) -> Outcome:
+    """What of a trained model and its losses is not as expected."""
     different = [f"loss {step}" for step, (a, b) in enumerate(zip(losses, found, strict=True)) if a != b]
     stats = cache_stats(model)
     final = snapshot(model)

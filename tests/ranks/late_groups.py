@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embershard import cache_stats
 from embershard.extras.groups.groups import Groups
 from tests.ranks import groups, look_ahead
 from tests.ranks.look_ahead import Case
@@ -33,9 +32,7 @@ class Later:
             return
         noted = []
         for tensor in tensors:
-            copies = tensor.new_empty(self._env.replica_pg.size(), *tensor.shape)
-            dist.all_gather_into_tensor(copies.view(-1), tensor.contiguous().view(-1), group=self._env.replica_pg)
-            mean = self.mean_of(copies)
+            mean = self.mean_of(groups.copies_of(tensor, self._env.replica_pg))
             noted.append((tensor.clone(), mean))
             if not self.begins:
                 tensor.copy_(mean)
@@ -44,10 +41,7 @@ class Later:
 
     def mean_of(self, copies: Tensor) -> Tensor:
         """Of a tensor's copies, [n, ...], in rank order; equal numbers stay."""
-        total = copies[0].clone()
-        for other in copies[1:]:
-            total += other
-        return torch.where((copies == copies[0]).all(0), copies[0], total / len(copies))
+        return groups.mean_in_rank_order(copies)
 
 
 def train_stock(
@@ -94,14 +88,6 @@ def compare(
     found = groups.train_ours(model, case, lookahead, worker)
     was_equal = model.rows_are_equal
     model.sync()
-    different = [f"loss {step}" for step, (a, b) in enumerate(zip(losses, found, strict=True)) if a != b]
-    different += ["replicas are said to be equal"] * (was_equal and delay > 0)
-    final = groups.snapshot(model)
-    return groups.Outcome(
-        different + groups.differences(expected, final),
-        len(final),
-        sum(each.evictions for each in cache_stats(model)),
-        0,
-        model.sync_counts,
-        0,
-    )
+    outcome = groups.outcome(model, expected, losses, found)
+    said_too_early = ["replicas are said to be equal"] * (was_equal and delay > 0)
+    return dataclasses.replace(outcome, different=[*said_too_early, *outcome.different])
