@@ -308,7 +308,11 @@ _WORKING_SHARE = 0.05
 #: A step may take this many times longer while a rank works. Other ranks would wait for it no longer than that.
 _WORKING_FACTOR = 5
 #: Files in which a rank waits for other ranks, by parts of their paths.
-_WAITING = ("/torch/distributed/", "/torchrec/distributed/", "/embershard/distributed/")
+_WAITING = (
+    *("/torch/distributed/", "/torchrec/distributed/", "/embershard/distributed/"),
+    # These wait for a process group without a call of torch's in between.
+    *("/torchrec/modes/routes.py", "/training/dense_call.py", "/wire_types/exchange.py", "/data_parallel/mode.py"),
+)
 _STEP = "_engine_run_backward"  # gradients are reduced inside it
 _JOIN = ("in join", "in _wait_for_tstate_lock")  # of another thread, as of a save beside the training
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import embershard
 from embershard.launch.rank_group import HangWatch, Look, hanging_ranks, waits_for_others
 
 IDLE = Look(beats=7, cpu_seconds=3.0, disk_bytes=100, state="sleeping")
@@ -93,6 +97,27 @@ def test_the_main_thread_decides():
     threads = [f"Thread 0x{n} (most recent call first):\n  {text}\n" for n, text in enumerate((COLLECTIVE, READER))]
     assert not waits_for_others("\n".join(threads))
     assert waits_for_others("\n".join(reversed(threads)))
+
+
+#: A collective of a process group, or the wait for one, without a function of `torch.distributed`.
+_DIRECT = re.compile(r"group\.(alltoall|allreduce|allgather|broadcast)\w*\(|_?works?(\.pop\(0\))?\.wait\(")
+
+
+def _waits_directly() -> list[Path]:
+    package = Path(embershard.__file__).parent
+    found = [path for path in sorted(package.rglob("*.py")) if _DIRECT.search(path.read_text(encoding="utf-8"))]
+    return [path for path in found if path.parent.name != "file"]  # those wait for a disk
+
+
+def test_a_rank_in_a_process_group_of_its_own_call_waits_for_others():
+    """These have no frame of torch's."""
+    assert {"routes.py", "dense_call.py"} <= {path.name for path in _waits_directly()}
+    for path in _waits_directly():
+        assert waits_for_others(f'Current thread 0x1 (most recent call first):\n  File "{path}", line 3 in backward'), (
+            path
+        )
+    other = Path(embershard.__file__).parent / "training" / "trainer.py"
+    assert not waits_for_others(f'Current thread 0x1 (most recent call first):\n  File "{other}", line 3 in step')
 
 
 _SAVE = """rank 0
