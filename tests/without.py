@@ -124,7 +124,10 @@ CAPABILITIES = {
     "step_trace": Capability(("extras.step_trace",), ("trace", "stages")),
     "deal": Capability(("extras.deal",), ("dealt", "deals", "/deal", "_deal", "deal_")),
     "dense_graph": Capability(("extras.dense_graph",), ("recorded_calls", "cuda_graph", "host_thread")),
-    "groups": Capability(("extras.groups",), ("test_groups", "grouped_", "in_groups")),
+    "groups": Capability(
+        ("extras.groups",),
+        ("test_groups", "grouped", "in_groups", "extras.groups", "docs/groups.md", "group_quality", "[groups]"),
+    ),
     "wire_types": Capability(("extras.wire_types",), ("wire_types", "int8-", "-int8", "fp8")),
     "hstu": Capability(("extras.hstu",), ("hstu", "music", "times", "events")),
     "hstu_fbgemm": Capability(("extras.hstu_fbgemm",), ("hstu_fbgemm",)),
@@ -207,7 +210,11 @@ def needs(path: Path, rooms: frozenset[str], seen: frozenset[Path] = frozenset()
     """Return True for a test file that cannot be imported without these rooms."""
     if path in seen:
         return False
-    files = (PROJECT / (name.replace(".", "/") + ".py") for name in _imports(path) if name.startswith("tests."))
+    files = (
+        PROJECT / (name.replace(".", "/") + ".py")
+        for name in _imports(path)
+        if name.startswith(("tests.", "benchmarks."))
+    )
     return any(is_in(name, rooms) for name in _imports(path)) or any(
         needs(file, rooms, seen | {path}) for file in files if file.exists()
     )
